@@ -51,12 +51,11 @@ class JobId(NumberType):
         task = re.fullmatch(r"\d{1,10}_(\d{1,10})", text, re.ASCII)
         if task is None:
             self.fail(f"{text!r} is neither a job's number nor ARRAY_TASK", param, ctx)
-        from cadenza.slurm_plugin.gateway.commands import JSON  # noqa: PLC0415
-        from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of  # noqa: PLC0415
+        from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, json_of  # noqa: PLC0415
         from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, read_jobs  # noqa: PLC0415
 
         try:
-            jobs, _ = read_jobs(answer_of(("scontrol", "show", "job", text, JSON), TIMEOUT_S).encode())
+            jobs, _ = read_jobs(json_of(("scontrol", "show", "job", text), TIMEOUT_S).encode())
         except NotSlurms as error:
             self.fail(f"scontrol show job {text}: {error}", param, ctx)
         numbers = [int(job["id"]) for job in jobs if job["array_task_id"] == int(task[1])]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cadenza.policies.core.text import printable
-from cadenza.slurm_plugin.gateway.commands import FORMAT, JSON, Refusal, answer, command
+from cadenza.slurm_plugin.gateway.commands import Refusal, command, json_answer, json_format
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, read_jobs, read_nodes, read_reservations
@@ -81,7 +81,7 @@ class SlurmCommands:
     def ping(self) -> dict[str, Any]:
         """Ping the primary slurmctld."""
         try:
-            first = json.loads(command("scontrol", "ping", JSON))["pings"][0]
+            first = json.loads(json_answer("scontrol", "ping"))["pings"][0]
             latency_ms = float(first["latency"]) / 1000
             return {"host": str(first["hostname"]), "responding": first["responding"] is True, "latency_ms": latency_ms}
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -89,15 +89,15 @@ class SlurmCommands:
 
     def jobs(self) -> Iterable[Any]:
         """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
-        return self._records(read_jobs, "squeue", "--all", "--states=all", JSON)
+        return self._records(read_jobs, "squeue", "--all", "--states=all")
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
-        return self._records(read_nodes, "scontrol", "--all", "show", "nodes", JSON)
+        return self._records(read_nodes, "scontrol", "--all", "show", "nodes")
 
     def reservations(self) -> list[dict[str, Any]]:
         """Return all reservations."""
-        found = self._records(read_reservations, "scontrol", "--all", "show", "reservations", JSON)
+        found = self._records(read_reservations, "scontrol", "--all", "show", "reservations")
         return [one.fields for one in found]
 
     def started_s(self) -> float:
@@ -117,12 +117,12 @@ class SlurmCommands:
 
     def job(self, number: int) -> Any:
         """Return one job."""
-        jobs = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={number}", JSON)
+        jobs = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={number}")
         return next((job for job in jobs if job.id == number), None) or _unknown("job", str(number), NO_JOB)
 
     def node(self, name: str) -> Any:
         """Return one node."""
-        nodes = self._records(read_nodes, "scontrol", "--all", "show", "node", name, JSON)
+        nodes = self._records(read_nodes, "scontrol", "--all", "show", "node", name)
         return next((node for node in nodes if node.name == name), None) or _unknown("node", name, NO_NODE)
 
     def name(self, job: Any) -> str:
@@ -149,7 +149,7 @@ class SlurmCommands:
     def _records(self, read: Callable[[bytes], tuple[list[dict[str, Any]], list[str]]], *words: str) -> list[Record]:
         """Return the records of an answer; those that cannot be read are logged once."""
         try:
-            fields, refused = read(answer(*words))
+            fields, refused = read(json_answer(*words))
         except NotSlurms as error:
             raise SlurmUnavailable(f"{' '.join(words)}: {error}") from None
         for problem in refused:
@@ -169,6 +169,14 @@ def _unknown(kind: str, name: str, errno: int) -> Record:
     raise Refusal(f"Slurm does not know {kind} {name}", errno)
 
 
+def release_of_commands() -> str:
+    """Return the release of Slurm's commands; raise EnvironmentLacks without them."""
+    try:
+        return command("scontrol", "--version").split()[-1]
+    except (Refusal, IndexError) as error:
+        raise EnvironmentLacks(f"scontrol --version: {error}") from None
+
+
 class JsonSource:
     """Answers the gateway's requests by Slurm's commands."""
 
@@ -183,12 +191,13 @@ class JsonSource:
 
     def greeting(self) -> dict[str, Any]:
         """Return the format, the release of Slurm's commands and our user; EnvironmentLacks without the commands."""
+        release = release_of_commands()
         try:
-            release = command("scontrol", "--version").split()[-1]
-        except (Refusal, IndexError) as error:
-            raise EnvironmentLacks(f"scontrol --version: {error}") from None
+            version = json_format()
+        except Refusal as error:
+            raise SlurmUnavailable(f"scontrol ping --json=list: {error}") from None
         user = pwd.getpwuid(os.geteuid()).pw_name
-        return {"json": FORMAT, "scontrol": release, "user": user, "reason": self._reason}
+        return {"json": version, "scontrol": release, "user": user, "reason": self._reason}
 
     def close(self) -> None:
         """Do nothing: no process is kept."""

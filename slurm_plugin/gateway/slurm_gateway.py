@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.gateway.commands import Refusal, answer
+from cadenza.slurm_plugin.gateway.commands import Refusal, answer, json_answer
 from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 
 TIMEOUT_S = 30.0
@@ -64,6 +64,17 @@ def answer_of(words: Sequence[str], timeout_s: float) -> str:
     """
     try:
         return answer(*words, timeout_s=timeout_s).decode(errors="replace")
+    except Refusal as error:
+        raise SlurmUnavailable(str(error)) from None
+
+
+def json_of(words: Sequence[str], timeout_s: float) -> str:
+    """Return the output of one of them in JSON, in a version that is read; raise as ``answer_of`` does.
+
+    Raise EnvironmentLacks also where Slurm has no such version.
+    """
+    try:
+        return json_answer(*words, timeout_s=timeout_s).decode(errors="replace")
     except Refusal as error:
         raise SlurmUnavailable(str(error)) from None
 

@@ -35,7 +35,7 @@ from cadenza.slurm_plugin.gateway.errors import (
     WorkerHung,
     WorkerLost,
 )
-from cadenza.slurm_plugin.gateway.json_source import JsonSource
+from cadenza.slurm_plugin.gateway.json_source import JsonSource, release_of_commands
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor
 from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
 
@@ -204,7 +204,7 @@ def problem_of(worker: Source) -> str | None:
     """Return why pyslurm cannot be the source; None if it can, as far as a Slurm that does not answer tells."""
     try:
         pyslurm = str(worker.greeting()["pyslurm"])
-        slurm = str(JsonSource().greeting()["scontrol"])
+        slurm = release_of_commands()
         if release_of(pyslurm) != release_of(slurm):
             return f"pyslurm {pyslurm} is not for Slurm {slurm}"
         worker.ask("trying pyslurm", "ping")

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway import request_sizes
-from cadenza.slurm_plugin.gateway.commands import JSON, Refusal, command
+from cadenza.slurm_plugin.gateway.commands import Refusal, command, json_answer
 from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
 from cadenza.slurm_plugin.gateway.site_rules import SiteReader
 
@@ -342,7 +342,8 @@ class Verbs:
         it start at once.
         """
         job = self._job_in(request, "PENDING")
-        shown = request_sizes.shown_job(command("scontrol", "show", "job", str(job.id), JSON), int(job.id))
+        text = json_answer("scontrol", "show", "job", str(job.id)).decode("utf-8", "surrogateescape")
+        shown = request_sizes.shown_job(text, int(job.id))
         now = ("StartTime=now",) if request.get("now") else ()
         name = f"JobId={self._slurm.name(job)}"
         command("scontrol", "update", name, *request_sizes.changes(shown, request["shares"]), *now)

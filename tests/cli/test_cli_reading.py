@@ -306,6 +306,7 @@ def test_a_task_of_an_array_is_called_as_squeue_does(tmp_path: Path, monkeypatch
     seven, three = ({"set": True, "infinite": False, "number": number} for number in (7, 3))
     task = {"job_id": 9, "job_state": ["PENDING"], "array_job_id": seven, "array_task_id": three}
     lines = [
+        "[ \"$*\" = 'ping --json=list' ] && echo data_parser/v0.0.42",
         f"[ \"$*\" = 'show job 7_3 --json=v0.0.42' ] && echo '{json.dumps({'jobs': [task]})}'",
         f"[ \"$*\" = 'show job 7_4 --json=v0.0.42' ] && echo '{json.dumps({'jobs': [{'job_id': 'x'}]})}'",
         "[ \"$*\" = 'show job 7_5 --json=v0.0.42' ] && echo '{\"jobs\": 5}'",

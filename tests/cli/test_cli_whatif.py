@@ -554,7 +554,8 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
     folder.mkdir()
     scripts = {
         "sacct": f"cat {HERE}/sacct_accounts_26_05.json",
-        "scontrol": f"cd {HERE}; case $2 in config) cat {RULES[0]};; part*) cat {RULES[1]};; *) cat {SCONTROL};; esac",
+        "scontrol": f"cd {HERE}; case $2 in --json=list) ;; config) cat {RULES[0]};; part*) cat {RULES[1]};; "
+        f"*) cat {SCONTROL};; esac",
         "sacctmgr": f'case "$2" in qos) cat {HERE}/{RULES[3]};; *) echo no slurmdbd >&2; exit 1;; esac',
     }
     for name, script in scripts.items():
@@ -572,5 +573,5 @@ def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
     assert (result.exit_code, result.output) == (
-        3, "cadenza: sacct is not installed here; run this on the controller\n",
+        3, "cadenza: scontrol is not installed here; run this on the controller\n",
     )  # fmt: skip

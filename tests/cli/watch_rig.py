@@ -11,6 +11,7 @@ QUEUE = (HERE / "squeue_26_05.json").read_text()
 NODES = (HERE / "scontrol_node_live_26_05.json").read_text()
 AT_S = 1795600818.0
 """The moment of both answers."""
+FORMATS = "data_parser/v0.0.44\ndata_parser/v0.0.45\n"
 CONFIG = "Configuration data as of now\nClusterName             = w5plain\nPrivateData             = {private}\n"
 
 
@@ -30,7 +31,10 @@ class FakeSlurm:
         script = f'#!/bin/sh\necho "${{0##*/}} $*" >> {folder}/calls\n'
         for name, body in (
             ("squeue", f"exec cat {folder}/queue"),
-            ("scontrol", f'case "$2" in config) exec cat {folder}/config;; *) exec cat {folder}/nodes;; esac'),
+            (
+                "scontrol",
+                f'case "$2" in --json=list) exec cat {folder}/formats;; config) exec cat {folder}/config;; *) exec cat {folder}/nodes;; esac',
+            ),
         ):
             (folder / name).write_text(script + body + "\n")
             (folder / name).chmod(0o755)
@@ -38,7 +42,8 @@ class FakeSlurm:
 
     def answer(self, queue: str = QUEUE, nodes: str = NODES, private: str = "none") -> None:
         """Set the answers from now on."""
-        for name, text in (("queue", queue), ("nodes", nodes), ("config", CONFIG.format(private=private))):
+        texts = {"queue": queue, "nodes": nodes, "config": CONFIG.format(private=private), "formats": FORMATS}
+        for name, text in texts.items():
             (self.folder / name).write_text(text)
 
     @property

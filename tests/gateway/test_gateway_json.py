@@ -172,6 +172,7 @@ COMMANDS = """#!/bin/sh
 name=$(basename "$0")
 case "$name $*" in "scontrol --all show"*) echo "$*" >>{here}/asked ;; esac
 case "$name $*" in
+  "scontrol ping --json=list") echo data_parser/v0.0.42 ;;
   "scontrol --version") echo "slurm-wlm ${SLURM_RELEASE:-26.05.5}" ;;
   squeue*|"scontrol --all show node"*)
     if [ -e {here}/down ]; then cat {here}/down >&2; exit 1; fi
@@ -386,7 +387,7 @@ def test_nodes_and_reservations_are_read_on_need(
 
 def test_a_machine_without_slurms_commands_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvironmentLacks, match="squeue"):
+    with pytest.raises(EnvironmentLacks, match="scontrol"):
         over_json().read()
     with pytest.raises(EnvironmentLacks, match="scontrol"):
         over_json().greeting()

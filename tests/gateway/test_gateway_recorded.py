@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway_rig import RECORDING, MakeGateway
 
-from cadenza.slurm_plugin.gateway.recording import record
+from cadenza.slurm_plugin.cli.site.recording import record
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
 

@@ -71,7 +71,7 @@ def record(*, out: Path, count: int, interval: float) -> None:
 
     The file contains names of users and jobs, and comments: review it before you share it.
     """
-    from cadenza.slurm_plugin.gateway import recording  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.site import recording  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.source_gateway import automatic  # noqa: PLC0415
 
     with automatic() as gateway:

@@ -16,9 +16,8 @@ from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
 from cadenza.slurm_plugin.cli.site.setup_command import USER, text_of
-from cadenza.slurm_plugin.gateway.commands import JSON
 from cadenza.slurm_plugin.gateway.errors import GatewayError
-from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, slurm_config
+from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 UNITS = Path("/etc/systemd/system")
@@ -51,7 +50,7 @@ def uninstall(*, dry_run: bool, as_json: bool, config: Path | None) -> None:
     slurm: dict[str, str] = {}
     try:
         slurm = slurm_config()
-        left += in_slurm(decode_nodes(answer_of(("scontrol", "show", "node", JSON), TIMEOUT_S)))
+        left += in_slurm(decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S)))
         left += in_accounting(slurm)
     except GatewayError as error:
         silent = str(error)

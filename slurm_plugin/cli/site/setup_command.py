@@ -17,8 +17,7 @@ from cadenza.slurm_plugin.cli.site.checks import Finding, failed, uses_factors
 from cadenza.slurm_plugin.cli.site.command import show
 from cadenza.slurm_plugin.cli.site.lane_plan import LanePlan, decode_nodes, lacking, names_in, on_demand, plan_lanes
 from cadenza.slurm_plugin.cli.site.site_priority import lacks
-from cadenza.slurm_plugin.gateway.commands import JSON
-from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, slurm_config
+from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
@@ -55,7 +54,7 @@ def setup(  # noqa: PLR0913 (its options)
         raise click.UsageError("--file prints one file as it is: give it without --check and --json")
     # 1. What Slurm says, and what it lacks.
     slurm = slurm_config()
-    present = decode_nodes(answer_of(("scontrol", "show", "node", JSON), TIMEOUT_S))
+    present = decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))
     chosen = [one for expression in nodes for one in names_in(expression)]
     folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
     full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"

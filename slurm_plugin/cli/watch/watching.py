@@ -25,11 +25,11 @@ from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
 from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
 from cadenza.slurm_plugin.cli.whatif.whatif_output import page
 from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
-from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, slurm_config
+from cadenza.slurm_plugin.gateway.slurm_gateway import json_of, slurm_config
 
 TIMEOUT_S = 60.0
-QUEUE = ("squeue", "--all", "--states=all", "--json")
-NODES = ("scontrol", "show", "node", "--json")
+QUEUE = ("squeue", "--all", "--states=all")
+NODES = ("scontrol", "show", "node")
 
 
 class Watch:
@@ -77,7 +77,7 @@ class Watch:
     def look(self) -> WatchView:
         """Ask Slurm, add the answers to the file, and return the view."""
         # 1. Slurm's answers.
-        config, queue, self._nodes = slurm_config(), answer_of(QUEUE, TIMEOUT_S), answer_of(NODES, TIMEOUT_S)
+        config, queue, self._nodes = slurm_config(), json_of(QUEUE, TIMEOUT_S), json_of(NODES, TIMEOUT_S)
         hosts = read_live_hosts(self._nodes, "scontrol", self.partition)
         names = {name for node in hosts.nodes for name in node.partitions}
         answer = read_queue(queue, "squeue")

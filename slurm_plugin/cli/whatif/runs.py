@@ -26,7 +26,7 @@ from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_rec
 from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
 from cadenza.slurm_plugin.gateway.errors import GatewayError
-from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
+from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, json_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded
 from cadenza.slurm_plugin.report.units import NARROW, about
@@ -35,8 +35,8 @@ AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
 HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample", "opted_in")
 ASKED = (
-    ("scontrol", "show", "config"), ("scontrol", "show", "partition", "--json"),
-    ("sacctmgr", "show", "assoc", "--json"), ("sacctmgr", "show", "qos", "--json"),
+    (answer_of, ("scontrol", "show", "config")), (json_of, ("scontrol", "show", "partition")),
+    (json_of, ("sacctmgr", "show", "assoc")), (json_of, ("sacctmgr", "show", "qos")),
 )  # fmt: skip
 """Commands that tell a cluster's rules."""
 MAX_RUNS = 5
@@ -233,7 +233,7 @@ def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
         return read_file(sacct, "--sacct"), str(sacct)
     begin = datetime.fromtimestamp(moment(since, SystemClock().now(), "--since"), UTC).astimezone()
     start = begin.strftime("%FT%T")
-    return answer_of(("sacct", "--allusers", "--duplicates", "--json", "--starttime", start), TIMEOUT_S), "sacct"
+    return json_of(("sacct", "--allusers", "--duplicates", "--starttime", start), TIMEOUT_S), "sacct"
 
 
 def _site(words: Mapping[str, Any]) -> SiteFacts:
@@ -246,9 +246,9 @@ def _site(words: Mapping[str, Any]) -> SiteFacts:
 def ask_site() -> SiteFacts:
     """Return the rules of this cluster's Slurm, as far as it answers."""
     answers, notes = [], []
-    for command in ASKED:
+    for ask, command in ASKED:
         try:
-            answer = answer_of(command, TIMEOUT_S), " ".join(command)
+            answer = ask(command, TIMEOUT_S), " ".join(command)
             read_site([answer])
             answers.append(answer)
         except (GatewayError, InputError) as error:
@@ -261,7 +261,7 @@ def _nodes(words: Mapping[str, Any]) -> Hosts:
     """Return the hosts; a text is their shape, or the name of a file where such a file is there."""
     text = words["nodes"]
     if text is None and words["since"]:
-        return read_hosts(answer_of(("scontrol", "show", "node", "--json"), TIMEOUT_S), "scontrol", words["partition"])
+        return read_hosts(json_of(("scontrol", "show", "node"), TIMEOUT_S), "scontrol", words["partition"])
     if text is None:
         raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
     if Path(text).is_file():
