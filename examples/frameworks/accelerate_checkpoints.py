@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return path
 
     session = client.attach(model, optimizer)  # Cadenza: after prepare()
-    saver = session.add_saver(save)  # Cadenza
-    saver.at_epoch_end = lambda: progress.batch == len(loader)  # Cadenza: the schedule's step is still to come
+    # Cadenza: after the last batch of an epoch the schedule's step is still to come
+    session.add_saver(save, lambda place: place.obstacle(at_epoch_end=progress.batch == len(loader)))
     complete = sorted(path for path in options.checkpoints.glob("step-*") if path.suffix != ".part")
     if complete:
         accelerator.load_state(str(complete[-1]))

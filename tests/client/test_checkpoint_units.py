@@ -58,7 +58,7 @@ class Job:
     def told(self) -> tuple[bool, bool, int | None]:
         """Whether checkpoints are ordered, whether only at the script's saves, and the step of one."""
         registration = self.keeper._registration
-        return registration.ready, registration.own_saves, self.keeper.step
+        return registration.ready, not registration.away, self.keeper.step
 
 
 def test_before_the_script_has_named_a_step_nothing_is_ordered(tmp_path: Path) -> None:
@@ -107,6 +107,7 @@ def test_a_script_whose_steps_are_boundaries_is_known_after_two_of_them(
         way(job, step)
     job.steps(1)
     assert job.told == (True, False, 5)
+    assert job.session.step == 5, "its own saves are no boundaries"
     again = Job(tmp_path)
     step = again.keeper.restore()
     assert step == (3 if way is at_the_beginning else 4)

@@ -226,7 +226,7 @@ def test_the_last_batch_of_an_epoch_is_passed_where_there_is_another_save_point(
 
     def train(session: Session) -> None:
         [registration] = session._savers
-        registration.at_epoch_end = lambda: session.step in ends
+        registration.may = lambda place: place.obstacle(at_epoch_end=session.step in ends)
         for _ in range(5):
             net.backward()
             net.step()
@@ -244,7 +244,7 @@ def test_a_step_ends_when_the_next_batch_is_asked_for(job: Peer, tmp_path: Path,
     def train(session: Session) -> None:
         [registration] = session._savers
         registration.save = lambda: done.append("saved") or tmp_path
-        registration.in_batches = lambda: sampler.in_batches
+        registration.may = lambda place: place.obstacle(before_next_batch=sampler.in_batches)
         sampler.on_next = session.next_batch
         for step, _ in enumerate(sampler.batches(loader), 1):
             for _ in range(1 if asks or step < 3 else 3):
@@ -268,8 +268,7 @@ def test_a_request_that_is_withdrawn_before_the_next_batch_leaves_the_rank_runni
     taken = Script(job.rank, job)
     session, net = client.attach(), Net()
     rank = taken.finish()
-    kept = Kept(session, tmp_path)
-    kept.registration.in_batches = lambda: True
+    kept = Kept(session, tmp_path, may=lambda place: place.obstacle(before_next_batch=True))
     rank.page[wire.PAGE_PURPOSE], rank.page[wire.PAGE_ORDER], rank.page[wire.PAGE_STOP] = wire.PURPOSE_CHECKPOINT, 1, 1
     for _ in range(2):
         net.backward()
@@ -326,7 +325,9 @@ def test_a_script_with_a_unit_of_its_own_is_saved_at_its_own_saves(job: Peer, tm
     finish = requested_by(job, 2, then=send_on)
     session = client.attach()
     other = Kept(session, tmp_path)
-    epochs = [Kept(session, tmp_path / "never", own_saves=True) for _ in range(2)]
+    epochs = [Kept(session, tmp_path / "never") for _ in range(2)]
+    for kept in epochs:
+        kept.registration.may = lambda place, of=kept.registration: place.own_save(of)
     assert session.words[wire.PAGE_SAVES] == wire.SAVES_AT_BOUNDARY
     for step in range(1, 9):
         session.boundary()
@@ -341,19 +342,6 @@ def test_a_script_with_a_unit_of_its_own_is_saved_at_its_own_saves(job: Peer, tm
     assert other.at == [3]
     assert epochs[0].at == epochs[1].at == []
     assert session.words[wire.PAGE_SAVE_EVERY] == 3
-
-
-def test_own_saves_are_boundaries_only_where_checkpoints_are_requested_there(job: Peer, tmp_path: Path) -> None:
-    taken = Script(job.rank, job)
-    session = client.attach()
-    taken.finish()
-    kept = Kept(session, tmp_path)
-    session.own_save(kept.registration, kept.save)
-    assert session.step == 0
-    kept.registration.own_saves = True
-    session.own_save(kept.registration, kept.save)
-    assert (session.step, session.trained) == (1, 0)
-    assert kept.at == []
 
 
 # --- all savers ---------------------------------------------------------------------------------------------
@@ -462,8 +450,7 @@ def test_nothing_is_requested_while_one_saver_is_not_ready(job: Peer, tmp_path: 
     prepared = process.prepare()
     ready, other = Kept(prepared, tmp_path, away=True), Kept(prepared, tmp_path, away=True)
     assert prepared.words[wire.PAGE_SAVES] == wire.SAVES_AWAY
-    other.registration.unready = "its unit of steps is not known yet"
-    other.registration.ready = False
+    other.registration.tell("its unit of steps is not known yet")
     finish = Script(script, job).finish
     attached = session()
     attached.boundary()

@@ -120,10 +120,9 @@ class ScriptSaves:
         self._answer: Saved | None = None
         self._step = 0
         self._closed = threading.Event()
-        self._registration = session.add_saver(self._save)
-        self._registration.anywhere = True
-        self._registration.unready = f"it has not saved to {pattern} since it started"
-        self._registration.ready = False
+        # Any boundary will do: its checkpoint is on the disk, or the script itself saves when it is signaled.
+        self._registration = session.add_saver(self._save, lambda _: 0)
+        self._registration.tell(f"it has not saved to {pattern} since it started")
         session.looks.append(self._at_boundary)
         os.register_at_fork(after_in_child=self._closed.set)
         self._thread = threading.Thread(target=self._run, name="cadenza-saves", daemon=True)
@@ -142,10 +141,7 @@ class ScriptSaves:
             self._last, self._at_ns, self._step = found, now, self._session.step
             if self._due_ns:
                 self._answer = Saved(self._step, path=found.path, lost_s=self.lost_s)
-        ready, unready = self._state()
-        if ready != self._registration.ready or unready != self._registration.unready:
-            self._registration.unready = unready
-            self._registration.ready = ready
+        self._registration.tell(self._unready())
         if self._due_ns:
             self._session.memory_step = 0  # the next boundary answers, or gives the order back
 
@@ -154,22 +150,20 @@ class ScriptSaves:
         """Seconds of training since the last checkpoint."""
         return 0.0 if self._last is None else round(max(0.0, clock.wall_s() - self._last.modified_s), 1)
 
-    def _state(self) -> tuple[bool, str]:
-        """Return whether the job may be moved now, and why not."""
+    def _unready(self) -> str:
+        """Return why the job cannot be moved now; "" if it can."""
         who = self._session.who
         if who is not None and who.world_size > 1:
-            return False, "it has several ranks, and `cadenza run --saves` is for one process"
+            return "it has several ranks, and `cadenza run --saves` is for one process"
         if self._signal:
             handled = signal.getsignal(self._signal) not in (signal.SIG_DFL, signal.SIG_IGN, None)
-            return handled, f"its script has no handler for {signal.Signals(self._signal).name}"
+            return "" if handled else f"its script has no handler for {signal.Signals(self._signal).name}"
         if not self._at_ns:
-            return False, f"it has not saved to {self._pattern} since it started"
+            return f"it has not saved to {self._pattern} since it started"
         window_s = max(WINDOW_S, WINDOW_SHARE * self._between_s)
-        age_s = (monotonic_ns() - self._at_ns) / 1e9
-        return (
-            age_s <= window_s,
-            f"its last checkpoint is more than {window_s:.0f} s old; it can be moved after the next",
-        )
+        if (monotonic_ns() - self._at_ns) / 1e9 <= window_s:
+            return ""
+        return f"its last checkpoint is more than {window_s:.0f} s old; it can be moved after the next"
 
     def close(self) -> None:
         """Stop looking."""

@@ -31,6 +31,7 @@ from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, 
 from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.session.checkpoint_request import Saved
+from cadenza.sidecar.client.session.savers import Place
 from cadenza.sidecar.client.zip_equal import zip_equal
 
 _log = logging.getLogger("cadenza.client")
@@ -78,11 +79,9 @@ class Checkpoint:
         """Versions of the state's tensors at the last save."""
         self._periodic: Periodic | None = None
         self._batches = self._handed_out
-        self._registration = self._session.add_saver(self._save_on_request, away=True)
-        self._registration.watched = self._watched
+        add = self._session.add_saver
+        self._registration = add(self._save_on_request, self._may_save, holds=self._watched, away=True)
         if isinstance(sampler, ResumableSampler):
-            self._registration.at_epoch_end = lambda: sampler.at_epoch_end
-            self._registration.in_batches = lambda: sampler.in_batches
             sampler.on_next = self._session.next_batch
         self._tell()
         self._session.looks.append(self._look)
@@ -129,7 +128,8 @@ class Checkpoint:
                 self._write(step, captured, facts)
             if self._units.undecided:
                 self._await_boundary()
-        self._session.own_save(self._registration, self._complete)
+        if self._units.unit == OWN or self._session.automatic:
+            self._session.own_save(self._registration, self._complete)
         self._catch_up(step)
 
     def restore(self, *, adopt: bool = False) -> Restored | None:
@@ -189,7 +189,7 @@ class Checkpoint:
         self._units.at(_number(step))
         if self._units.unchecked:
             self._await_boundary()
-        if not self._registration.ready or self._registration.own_saves:
+        if self._registration.unready or not self._registration.away:
             self._try_parts()
             self._tell()
 
@@ -324,22 +324,28 @@ class Checkpoint:
 
     def _tell(self) -> None:
         """Tell the session whether a checkpoint can be requested, and why not."""
-        registration = self._registration
         units = self._units
         reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
-        registration.unready = reason or registration.unready
-        if registration.own_saves != (self._units.unit == OWN):
-            registration.own_saves = self._units.unit == OWN
-        if registration.ready == bool(reason):
-            registration.ready = not reason
+        self._registration.tell(reason, away=units.unit != OWN)
+
+    def _may_save(self, place: Place) -> int:
+        """Return the obstacle to a requested checkpoint at a boundary, as ``PASSED_…``; 0 if there is none."""
+        if self._units.unit == OWN:
+            return place.own_save(self._registration)
+        in_batches = isinstance(self._sampler, ResumableSampler) and self._sampler.in_batches
+        return place.obstacle(at_epoch_end=self._at_epoch_end, before_next_batch=in_batches)
+
+    @property
+    def _at_epoch_end(self) -> bool:
+        """True at the last batch of an epoch, as far as is known."""
+        return isinstance(self._sampler, ResumableSampler) and self._sampler.at_epoch_end
 
     def _look_at_clock(self, periodic: Periodic) -> None:
         """Save if a periodic save is due and this boundary is a save point; set the step of the next look."""
         session = self._session
         boundaries = session.trained
         step_s = session.sum_ns / 1e9 / boundaries if boundaries else 0.0
-        at_end = self._registration.at_epoch_end
-        may = self._units.step is not None and not self._saving and not (at_end is not None and at_end())
+        may = self._units.step is not None and not self._saving and not self._at_epoch_end
         try:
             if periodic.saves(session.step, step_s, self._watched, may=may):
                 self._save_periodically()

@@ -18,7 +18,7 @@ from cadenza.sidecar.client.session import checkpoint_request
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.session.job_session import Session
-    from cadenza.sidecar.client.session.savers import Registration
+    from cadenza.sidecar.client.session.savers import Place, Registration
 
 CONTAINERS = (list, tuple, dict, set)
 LIGHTNING = (
@@ -49,7 +49,7 @@ class Participation:
         """True after Cadenza has requested a checkpoint, until the framework has saved it."""
 
     def join(
-        self, requeue_owner: str = "", *, saves: bool = False, at_epoch_end: Callable[[], bool] | None = None
+        self, requeue_owner: str = "", *, saves: bool = False, at_epoch_end: Callable[[], bool] = bool
     ) -> None:
         """Attach, or add this run's state to the session that the script attached by itself.
 
@@ -65,10 +65,11 @@ class Participation:
             self.joined = True  # before attach(), which moves the state when the job has no lease yet
             self._saves = saves and not requeue_owner
             if self._saves:
-                self._registration = prepare().add_saver(self._defer)
-                self._registration.watched = self._state
-                self._registration.at_epoch_end = at_epoch_end
-                self._registration.after_evaluation = True
+
+                def may(place: Place) -> int:
+                    return place.obstacle(at_epoch_end=at_epoch_end(), after_evaluation=True)
+
+                self._registration = prepare().add_saver(self._defer, may, holds=self._state)
             self._session = client.attach(tensors=self._source)
 
     def boundary(self, samples: int = 0, passing: object = None, *, training: bool = True) -> None:

@@ -23,7 +23,7 @@ from cadenza.sidecar.client.session.arrival import Arrival
 from cadenza.sidecar.client.session.communicators import Communicators
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.save_points import SavePoints
-from cadenza.sidecar.client.session.savers import Collected, Registration, Savers
+from cadenza.sidecar.client.session.savers import BEFORE_NEXT_BATCH, Collected, Place, Question, Registration, Savers
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
 
 if TYPE_CHECKING:
@@ -201,28 +201,31 @@ class Session(StepCounters):
         if on_checkpoint is not None:
             self.add_saver(on_checkpoint)
 
-    def add_saver(self, save: checkpoint_request.Saver, *, away: bool = False, own_saves: bool = False) -> Registration:
+    def add_saver(
+        self, save: checkpoint_request.Saver, may: Question = Place.obstacle, *, holds: object = (), away: bool = False
+    ) -> Registration:
         """Add a function that saves a checkpoint on request; without one, the agent does not ask for any.
 
-        ``away``: it can also save while the state is in host memory, where torch reads the host copy. ``own_saves``:
-        a checkpoint is requested only where the script itself saves, see ``own_save``. All savers of a session must
-        succeed. The registration that is returned can be set not ready, and withdrawn.
+        ``may`` is asked at each boundary, while one is requested, whether it can be taken there; by default it is at
+        the end of a training step. ``holds`` is what it saves, or a function that returns it: gradients of its
+        optimizers, else of its modules, are then not left behind. ``away``: it can also save while the state is in host
+        memory, where torch reads the host copy. All savers of a session must succeed. The registration that is returned
+        tells when nothing can be saved, and can be withdrawn.
         """
-        return self._savers.add(save, away=away, own_saves=own_saves)
+        return self._savers.add(save, may, holds, away=away)
 
     def own_save(self, registration: Registration, saved: checkpoint_request.Saver) -> None:
         """End a save that the script made by itself; ``saved`` returns what was saved, complete on the disk.
 
-        Every rank calls it after every save of its own. Where checkpoints are requested only at such saves, it is a
+        Every rank calls it after every save of its own, where checkpoints can be taken only at such saves. It is a
         boundary without training: if one is requested, the other savers save too, and the job waits for its requeue.
         """
-        if registration.own_saves or self.automatic:
-            self.words[wire.PAGE_SAVE_EVERY] = self._save_points.saved(registration, saved, self.trained)
-            self._at_own_save = True
-            try:
-                self.boundary(training=False)
-            finally:
-                self._at_own_save = False
+        self.words[wire.PAGE_SAVE_EVERY] = self._save_points.saved(registration, saved, self.trained)
+        self._at_own_save = True
+        try:
+            self.boundary(training=False)
+        finally:
+            self._at_own_save = False
 
     def checkpointed(self, path: str = "", step: int | None = None, error: str = "", lost_s: float = 0.0) -> None:
         """Report that the checkpoint promised by ``checkpoint_request.DEFERRED`` is complete; wait for the requeue.
@@ -334,17 +337,14 @@ class Session(StepCounters):
 
     def _passes(self, order: int) -> bool:
         """Return True if this boundary is no save point, and say so in the page: the training goes on."""
-        if all(one.anywhere for one in self._savers):
-            return False
-        points, trained = self._save_points, self.trained
-        points.follow(lambda: bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled, order)
-        passed = points.passes(
-            trained, training=self.training, own_saves=self._waits_for_own_saves, at_own_save=self._at_own_save
-        )
-        self.words[wire.PAGE_PASSED] = passed
-        batches = not passed and not self._at_own_save and not self._awaits_batch
-        if batches and any(one.in_batches() for one in self._savers):
-            # The rest of the step, such as an evaluation, comes before the next batch: ``next_batch`` goes on here.
+
+        def pending() -> bool:
+            return bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled
+
+        passed = self._save_points.passes(self.trained, order, pending, self._place)
+        self.words[wire.PAGE_PASSED] = max(0, passed)
+        if passed == BEFORE_NEXT_BATCH and not self._awaits_batch:
+            # The rest of the step, such as an evaluation, comes first: ``next_batch`` goes on here.
             self._awaits_batch = True
             self._set_state(wire.STATE_ARRIVED)
             return True
@@ -373,13 +373,10 @@ class Session(StepCounters):
         elif self._state == wire.STATE_ARRIVED:
             self._set_state(wire.STATE_RUNNING)
 
-    @property
-    def _waits_for_own_saves(self) -> bool:
-        """True if checkpoints are requested only where the script itself saves.
-
-        The boundaries of `cadenza run` are inside an optimizer's step, before the rest of the script's own step.
-        """
-        return self.automatic or any(one.own_saves for one in self._savers)
+    def _place(self, **known: Any) -> Place:
+        """Return this boundary as savers see it."""
+        own = self._save_points.own(self.trained) if self._at_own_save else None
+        return Place(training=self.training, in_step=self.automatic, own=own, **known)
 
     def _count_other_step(self) -> None:
         """End a step without training: a save of the script, or a batch of an evaluation."""
@@ -559,9 +556,7 @@ class Session(StepCounters):
 
     def _note_place(self) -> None:
         """Note whether the boundary at hand is a save point, before the state leaves."""
-        passed = self._savers.able == wire.SAVES_AWAY and self._save_points.stands(
-            self.trained, training=self.training, own_saves=self._waits_for_own_saves
-        )
+        passed = self._savers.able == wire.SAVES_AWAY and self._save_points.stands(self.trained, self._place)
         self._unsaved = wire.PASSED_WORDS[passed] if passed else ""
 
     def _spill(self) -> Message:

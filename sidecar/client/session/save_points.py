@@ -7,6 +7,7 @@ is still to come. A job may yield at any of them, because then its process goes 
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.client.session.savers import Place
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +46,8 @@ class SavePoints:
         self._own: dict[Registration, Saver] = {}
         self._own_at, self._own_every = 0, 0
         """Training steps at the saves that ``_own`` has, and since those before them."""
-        self._ends = 0
-        """Save points in a row that were passed because they were at the end of an epoch."""
+        self._end_passed = False
+        """This look-out has passed the end of an epoch."""
         self._evaluated_at, self._evaluated_before = 0, 0
         """Training steps after which the last two evaluations began."""
         self._evaluated_sum = -1
@@ -78,39 +80,35 @@ class SavePoints:
 
     # --- the decision --------------------------------------------------------------------------------------
 
-    def passes(self, trained: int, *, training: bool, own_saves: bool, at_own_save: bool) -> int:
-        """Return why a requested checkpoint cannot be taken at this boundary, as ``PASSED_…``; 0 if it can.
+    def passes(self, trained: int, order: int, pending: Callable[[], bool], place: Callable[..., Place]) -> int:
+        """Return why the checkpoint of an order cannot be taken at this boundary, as ``PASSED_…``.
 
-        Every rank comes to the same result at the same boundary; if one does not, the agent finds a later one.
+        0 if it can, and BEFORE_NEXT_BATCH if it can once the rest of the step is done. ``pending()`` says that it is
+        still requested; ``place`` makes the boundary's Place of what is known here. Every rank comes to the same result
+        at the same boundary; if one does not, the agent finds a later one.
         """
-        if own_saves:
-            own = self.own(trained)
-            wanted = (one for one in self._savers if one.own_saves)
-            return 0 if at_own_save and all(one in own for one in wanted) else wire.PASSED_UNTIL_OWN_SAVE
-        if not training:
-            return wire.PASSED_EVALUATION
-        passed = self._gradients.pending(self._things())
-        if passed:
-            return passed
-        follows = all(one.after_evaluation or one.in_batches() for one in self._savers)
-        if self._evaluates_next(trained) and not follows:
-            return wire.PASSED_EVALUATION
-        self._ends = self._ends + 1 if self._savers.at_epoch_end else 0
-        if self._ends == 1:  # the second in a row: its epochs have no other save point
-            return wire.PASSED_EPOCH_END
-        return 0
+        self._gradients.follow(pending, order)
+        answer = self._savers.may(
+            place(
+                evaluates_next=self._evaluates_next(trained),
+                end_passed=self._end_passed,
+                stays=False,
+                gradients=functools.cache(lambda: self._gradients.pending(self._things())),
+            )
+        )
+        self._end_passed |= answer == wire.PASSED_EPOCH_END
+        return answer
 
-    def stands(self, trained: int, *, training: bool, own_saves: bool) -> int:
-        """Return why a job that yields here cannot save while it is away, as ``PASSED_…``; 0 if it can.
+    def stands(self, trained: int, place: Callable[..., Place]) -> int:
+        """Return why a job that yields here cannot save while it is away, as ``PASSED_…``; 0 if it can."""
 
-        It cannot go on to a better boundary; at the last batch of an epoch a sampler's position is right too.
-        """
-        if own_saves:
-            return wire.PASSED_UNTIL_OWN_SAVE
-        if not training or self._evaluates_next(trained):
-            return wire.PASSED_EVALUATION
-        used = self._each_steps or Gradients.none(self._things())
-        return 0 if used else wire.PASSED_GRADIENTS
+        def gradients() -> int:
+            return 0 if self._each_steps or Gradients.none(self._things()) else wire.PASSED_GRADIENTS
+
+        evaluates_next = self._evaluates_next(trained)
+        return self._savers.may(
+            place(evaluates_next=evaluates_next, end_passed=False, stays=True, gradients=functools.cache(gradients))
+        )
 
     def sample(self) -> bool:
         """Learn whether each boundary follows an optimizer's step; return True to be called at the next one too.
@@ -133,7 +131,7 @@ class SavePoints:
 
     def over(self) -> None:
         """End the look-out for a save point: the order is carried out or withdrawn."""
-        self._ends = 0
+        self._end_passed = False
         self._gradients.forget()
 
     def close(self) -> None:
@@ -141,13 +139,9 @@ class SavePoints:
         self.over()
         self._sampled.forget()
 
-    def follow(self, pending: Callable[[], bool], order: int) -> None:
-        """Follow the optimizers as long as ``pending()`` says that a checkpoint is requested by an order."""
-        self._gradients.follow(pending, order)
-
     def _things(self) -> list[object]:
         """Return all that the script and its keepers have named."""
-        return [*self._sources(), *(one.watched for one in self._savers)]
+        return [*self._sources(), *(one.holds for one in self._savers)]
 
 
 class Gradients:

@@ -3,56 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.session import checkpoint_request
 from cadenza.sidecar.client.session.checkpoint_request import DEFERRED, NO_CHECKPOINT, Saved, Saver
 
-AtEpochEnd = Optional[Callable[[], bool]]
+BEFORE_NEXT_BATCH = -1
+"""A saver's answer at a boundary: it can save once the rest of the step is done, in ``Session.next_batch``."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A boundary, as a saver sees it that is asked whether a checkpoint can be taken there."""
+
+    training: bool
+    """It ends a training step; False in an evaluation."""
+    in_step: bool
+    """It is inside an optimizer's step, before the rest of the script's own step, as those of `cadenza run` are."""
+    own: Mapping[Registration, Saver] | None
+    """The script's own saves since the last step, where the boundary is at one of them; else None."""
+    evaluates_next: bool
+    """An evaluation follows, if they come after equal numbers of steps."""
+    end_passed: bool
+    """A last batch of an epoch was passed already: the epochs may have no other save point."""
+    stays: bool
+    """The job has yielded here, so that it cannot go on to a better boundary."""
+    gradients: Callable[[], int]
+    """Returns ``PASSED_GRADIENTS`` or ``PASSED_UNKNOWN_GRADIENTS`` if some may be pending, else 0."""
+
+    def obstacle(
+        self, *, at_epoch_end: bool = False, before_next_batch: bool = False, after_evaluation: bool = False
+    ) -> int:
+        """Return the obstacle for a saver that needs all of a step, as ``PASSED_…``; 0 if there is none.
+
+        ``at_epoch_end``: this was the last batch of an epoch, whose own work is still to come. ``before_next_batch``:
+        the training takes its batches from a loader that calls ``Session.next_batch``, which can save later.
+        ``after_evaluation``: it saves only after an evaluation that follows, or says ``at_epoch_end`` of its step.
+        """
+        if self.own is not None:
+            return 0
+        if self.in_step or not self.training:
+            return wire.PASSED_UNTIL_OWN_SAVE if self.in_step else wire.PASSED_EVALUATION
+        if pending := self.gradients():
+            return pending
+        if self.evaluates_next and (self.stays or not (before_next_batch or after_evaluation)):
+            return wire.PASSED_EVALUATION
+        if at_epoch_end and not self.end_passed and not self.stays:
+            return wire.PASSED_EPOCH_END
+        return BEFORE_NEXT_BATCH if before_next_batch and not self.stays else 0
+
+    def own_save(self, registration: Registration) -> int:
+        """Return the obstacle for a saver that can save only where the script itself has just saved by it."""
+        return 0 if self.own is not None and registration in self.own else wire.PASSED_UNTIL_OWN_SAVE
+
+
+Question = Callable[[Place], int]
+"""May a checkpoint be taken at this boundary? 0, BEFORE_NEXT_BATCH, or why not, as ``PASSED_…``."""
 
 
 class Registration:
-    """One saver of a session; its owner says whether it can save now, and withdraws it."""
+    """One saver of a session; its owner tells what it can do now, and withdraws it."""
 
-    def __init__(self, savers: Savers, save: Saver, *, away: bool, own_saves: bool) -> None:
-        self._savers, self.save = savers, save
-        self.away = away
-        """It can also save while the state is in host memory, where torch reads the host copy."""
-        self.at_epoch_end: AtEpochEnd = None
-        """Returns True at the last batch of an epoch, whose own work is still to come; None: not known."""
-        self.in_batches: Callable[[], bool] = bool
-        """Returns True while the training takes its batches from a loader that calls ``Session.next_batch``."""
-        self.after_evaluation = False
-        """It saves only after an evaluation that follows the boundary, or says in ``at_epoch_end`` that one follows."""
-        self.anywhere = False
-        """Any boundary will do: its checkpoint is on the disk, or the script itself saves when it is signaled."""
-        self.watched: object = ()
-        """Optimizers, else modules, whose gradients must be used up where it saves, or a function that returns them."""
-        self.unready = NO_CHECKPOINT
-        """The reason, a sentence, while it is not ready."""
-        self._ready, self._own_saves = True, own_saves
+    def __init__(self, savers: Savers, save: Saver, may: Question, holds: object, *, away: bool) -> None:
+        self._savers, self.save, self.may, self.holds = savers, save, may, holds
+        self.away, self.unready = away, ""
 
     @property
     def ready(self) -> bool:
         """False: nothing is ordered from this job."""
-        return self._ready
+        return not self.unready
 
-    @ready.setter
-    def ready(self, ready: bool) -> None:
-        self._ready = ready
-        self._savers.changed()
-
-    @property
-    def own_saves(self) -> bool:
-        """True: an ordered checkpoint is taken only where the script itself saves; see ``Session.own_save``."""
-        return self._own_saves
-
-    @own_saves.setter
-    def own_saves(self, own_saves: bool) -> None:
-        self._own_saves = own_saves
-        self._savers.changed()
+    def tell(self, unready: str, *, away: bool | None = None) -> None:
+        """Say why nothing can be saved now, "" if it can, and whether it can also be while the state is away."""
+        away = self.away if away is None else away
+        if (unready, away) != (self.unready, self.away):
+            self.unready, self.away = unready, away
+            self._savers.changed()
 
     def withdraw(self) -> None:
         """Remove this saver, and no other."""
@@ -72,9 +101,9 @@ class Savers:
     def __iter__(self) -> Iterator[Registration]:
         return iter((*self._all,))
 
-    def add(self, save: Saver, *, away: bool = False, own_saves: bool = False) -> Registration:
+    def add(self, save: Saver, may: Question, holds: object, *, away: bool) -> Registration:
         """Add a saver; every one of them must succeed for a checkpoint."""
-        registration = Registration(self, save, away=away, own_saves=own_saves)
+        registration = Registration(self, save, may, holds, away=away)
         self._all.append(registration)
         self.changed()
         return registration
@@ -95,20 +124,22 @@ class Savers:
         """The wire's ``SAVES_…`` of the weakest, or 0 if there is none or one is not ready."""
         if not self._all or not all(one.ready for one in self._all):
             return 0
-        away = all(one.away and not one.own_saves for one in self._all)
-        return wire.SAVES_AWAY if away else wire.SAVES_AT_BOUNDARY
+        return wire.SAVES_AWAY if all(one.away for one in self._all) else wire.SAVES_AT_BOUNDARY
 
     @property
     def refusal(self) -> str:
         """The reason why nothing can be saved; "" if it can."""
         if not self._all:
             return NO_CHECKPOINT
-        return next((one.unready for one in self._all if not one.ready), "")
+        return next((one.unready for one in self._all if one.unready), "")
 
-    @property
-    def at_epoch_end(self) -> bool:
-        """True at the last batch of an epoch that one of them knows."""
-        return any(one.at_epoch_end is not None and one.at_epoch_end() for one in self._all)
+    def may(self, place: Place) -> int:
+        """Ask all of them whether a checkpoint can be taken at a boundary; return the answer of all."""
+        answers = [one.may(place) for one in self]
+        refused = [answer for answer in answers if answer > 0]
+        if wire.PASSED_UNTIL_OWN_SAVE in refused:
+            return wire.PASSED_UNTIL_OWN_SAVE
+        return min(refused or answers, default=0)
 
     def save(self, step: int, own: Mapping[Registration, Saver] | None = None) -> Collected:
         """Have every one save; ``own`` returns what the script itself has just saved. The first failure ends it."""
