@@ -134,6 +134,8 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """File system that the job's last ordered checkpoint is on; "" if it is not known."""
     receipt: Receipt | None = None
     """The checkpoint with which the job waits for a requeue."""
+    lost_s: Seconds = 0.0
+    """Training that the start after a move would repeat: since that checkpoint, or since the script's own last one."""
     unrestored: Text = ""
     """Reason, a sentence, for which the job must not be moved again: it trained without what it was moved with."""
     lost: Text = ""

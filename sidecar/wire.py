@@ -133,6 +133,8 @@ PAGE_SAVE_EVERY = 14
 """Training steps between the last two saves of the script itself, where it can be saved only at these; else 0."""
 PAGE_ORDER_COUNT = 15
 """Stops that this rank has reached; the last ORDERS_KEPT of them are in the ring."""
+PAGE_LOST_MS = 48
+"""Training since the script's own last checkpoint, which a move now would repeat, in ms; 0: it would repeat none."""
 PAGE_ORDERS = 16
 """First of ORDERS_KEPT entries of ORDER_WORDS words: the order's number, CLOCK_MONOTONIC at which its boundary
 was reached, and the ns from there until the rank was ready to stop and until its state was out (0: never)."""

@@ -177,6 +177,8 @@ class Lease:
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
     receipt: Receipt | None = None
     """The receipt of this checkpoint."""
+    lost_s: float = 0.0
+    """Training that the start after a move would repeat, with the checkpoint that it has now, as its ranks say."""
     unrestored: str = ""
     """Why it must not be moved again, a sentence: it trained without what it was moved with; empty if it may."""
     unready: str = ""

@@ -93,6 +93,8 @@ class Move:
     cost_s: float = 0.0
     """Cost of the job's last whole move: from the order to save until its GPUs were free, and from its next start until
     all ranks stood at a boundary, seconds; 0: not known yet."""
+    lost_s: float = 0.0
+    """Training that the job's last move had it repeat, seconds."""
 
     @property
     def successor(self) -> JobKey:

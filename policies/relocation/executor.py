@@ -172,7 +172,8 @@ class Relocation:
         if before.successor == job.key and before.over and not before.shares and job.start_s is not None:
             waited_s = max(job.start_s - before.phase.since_s, 0.0)
         base = move.base if before.base is None else before.base
-        return replace(move, base=base, cost_s=before.cost_s, displaced_s=before.displaced_s + waited_s)
+        displaced_s = before.displaced_s + waited_s
+        return replace(move, base=base, cost_s=before.cost_s, lost_s=before.lost_s, displaced_s=displaced_s)
 
 
 def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:

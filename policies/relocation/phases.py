@@ -37,6 +37,8 @@ MAX_SAVE_S = 1200.0
 MIN_SAVE_S, SAVE_FACTOR = 60.0, 4.0
 """A job whose last move is known has so many times its cost to save, 60 s at least: a file server that hangs must not
 keep the GPUs of all jobs that make way idle."""
+LOST_PART = 0.1
+"""Part of the time that a job has had its GPUs which counts as lost at most: whoever says more would keep them."""
 MAX_REQUEUE_S = 15.0
 """Time until a requeued job must be leaving."""
 MAX_LEAVE_S = 600.0
@@ -97,6 +99,12 @@ def goal(move: Move) -> str:
 def saved_within_s(move: Move) -> float:
     """Return the longest time that a job's ordered checkpoint may take, in seconds."""
     return max(MIN_SAVE_S, SAVE_FACTOR * move.cost_s) if move.cost_s else MAX_SAVE_S
+
+
+def lost_s(job: Job, now_s: float) -> float:
+    """Return the training that a running job would repeat after a move, as far as its own word counts, in seconds."""
+    had_s = job.run_s if job.run_s is not None else now_s - (now_s if job.start_s is None else job.start_s)
+    return min(job.lease.lost_s, LOST_PART * max(had_s, 0.0)) if job.lease is not None else 0.0
 
 
 def hosts_to_prefetch(key: JobKey, shares: Placement, snapshot: ClusterSnapshot) -> tuple[str, ...]:
@@ -239,7 +247,9 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
     lease = job.lease
     if job.state == "RUNNING" and lease is not None and lease.saved:
         sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
-        return Step(replace(move, phase=Ordered(move.phase.since_s, job.nodes)), _requeue(move), sentence)
+        saved = Ordered(move.phase.since_s, job.nodes)
+        lost = lost_s(job, snapshot.time_s)
+        return Step(replace(move, phase=saved, lost_s=lost), _requeue(move), sentence)
     stopping = lease is not None and (lease.state == "stopping" or lease.saving)
     if age_s > (saved_within_s(move) if stopping or lease is None else MAX_ORDER_S):
         return _end(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")

@@ -43,7 +43,7 @@ class MovedJob(HostInMemory):
     def report(self) -> orders.LeaseReport:
         return self.run_once().leases[0]
 
-    def saves(self, session: Any, *paths: str) -> orders.LeaseReport:
+    def saves(self, session: Any, *paths: str, lost_s: float = 0.0) -> orders.LeaseReport:
         """Have the rank save on an order, and return the report after it."""
         run = self.host.jobs[self.key]
         rank = next(iter(run.ranks.values()))
@@ -57,7 +57,8 @@ class MovedJob(HostInMemory):
                 break
             self.jobs.handle(session, wire.encode("arrived", order=run.stop.order, step=run.stop.step or 40))
         if run.stop is not None and paths:
-            answer = wire.encode("checkpointed", order=run.stop.order, step=40, seconds=0.5, paths=paths)
+            known = {"order": run.stop.order, "step": 40, "seconds": 0.5, "lost_s": lost_s}
+            answer = wire.encode("checkpointed", **known, paths=paths)
             self.jobs.handle(session, answer)
         return self.report()
 
@@ -146,6 +147,19 @@ def test_a_complete_checkpoint_has_a_receipt_and_its_ranks_hear_for_whom_they_sa
     assert report.receipt == orders.Receipt(restart=2, step=40, paths=("/kept/step-00000040", "/logs/40"))
     goals = [message["goal"] for message in moved.said(session) if message["type"] == "commit"]
     assert goals == ["gives its GPUs up for job 14"]
+
+
+def test_what_a_move_would_repeat_is_reported_and_then_what_its_checkpoint_does_not_have(moved: MovedJob) -> None:
+    session = moved.starts()
+    assert moved.report().lost_s == 0
+    words = next(iter(moved.host.jobs[moved.key].ranks.values())).page._words
+    words[wire.PAGE_LOST_MS] = 12_500
+    assert moved.report().lost_s == 12.5
+    words[wire.PAGE_LOST_MS] = 2**64 - 1
+    report = moved.report()
+    assert msgspec.json.decode(msgspec.json.encode(report), type=orders.LeaseReport) == report, "whatever it writes"
+    saved = moved.saves(session, "/kept/ckpt.pt", lost_s=14.0)
+    assert (saved.saved, saved.lost_s) == (True, 14.0), "it stands since then"
 
 
 @pytest.mark.parametrize("paths", [tuple(f"/kept/{number}" for number in range(9)), ("/" + "x" * 1001,)])

@@ -88,6 +88,8 @@ def test_a_new_complete_checkpoint_makes_the_job_movable_for_a_while(
     now_s = time.time()
     monkeypatch.setattr(script_saves.clock, "wall_s", lambda: now_s + 30)
     assert 29 < found._save().lost_s < 60  # type: ignore[attr-defined]
+    assert look(found)
+    assert 29_000 < found._session.words[wire.PAGE_LOST_MS] < 60_000, "the agent sees it before it orders anything"
     (tmp_path / "ckpt-2.pt").unlink()
     assert look(found, 3)
     assert found._last.path.endswith("ckpt-2.pt"), "an older one is not new"  # type: ignore[union-attr]
@@ -117,6 +119,7 @@ def test_only_a_handled_signal_makes_a_job_movable(saves: Callable[..., ScriptSa
         assert "no handler for SIGUSR1" in found._registration.unready
         signal.signal(signal.SIGUSR1, lambda *_: None)
         assert look(found)
+        assert found._session.words[wire.PAGE_LOST_MS] == 0, "it saves when it is told"
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -35,13 +35,17 @@ def snapshot_of(rng: Random) -> tuple[ClusterSnapshot, Memory]:
             gpus = min(rng.choice((1, 1, 2, 4, 8)), free)
             run_s, movable = rng.choice((10.0, 500.0, 4000.0, 9e4)), rng.random() < 0.6
             cost_s = rng.choice((0.0, 5.0, 60.0, 300.0))
-            moves.append(Move(JobKey(number, 0), (), "", Over(NOW - run_s, "was requeued"), cost_s=cost_s))
+            past, lost_s = Over(NOW - run_s, "was requeued"), rng.choice((0.0, 0.0, 20.0, 360.0))
+            moves.append(Move(JobKey(number, 0), (), "", past, cost_s=cost_s, lost_s=lost_s))
             one = job(
                 number, gpus=gpus, cpus=gpus, memory_mb=1000, nodes=(name,), user=rng.choice("abc"),
                 account=rng.choice("xy"), qos=rng.choice(("low", "normal")), run_s=run_s, start_s=NOW - run_s,
                 slurm_priority=rng.randint(1, 30_000), time_limit_s=rng.choice((HOUR, 48 * HOUR)),
                 options=Options() if rng.random() < 0.9 else None,
-                lease=lease("held", *range(8 - free, 8 - free + gpus), hosts=(name,), checkpoints=movable),
+                lease=lease(
+                    "held", *range(8 - free, 8 - free + gpus), hosts=(name,), checkpoints=movable,
+                    lost_s=rng.choice((0.0, 0.0, 5.0, 1e9)),
+                ),
                 progress=Progress(NOW, attained_s=run_s * rng.choice((1, 10)), running=True),
             )  # fmt: skip
             jobs.append(replace(one, key=JobKey(number, 1)))
@@ -80,7 +84,7 @@ def test_only_jobs_that_can_leave_and_are_past_their_quantum_make_way_and_each_o
     snapshot, memory, _, ways = decided(seed, order)
     gone = [key for way in ways for key in way.jobs]
     assert len(gone) == len(set(gone))
-    costs = {move.job.id: move.cost_s or 60.0 for move in memory.moves}
+    costs = {move.job.id: (move.cost_s or 60.0) + move.lost_s for move in memory.moves}
     for key in gone:
         one = snapshot.by_key[key]
         assert one.options is not None

@@ -245,6 +245,21 @@ def test_the_cost_of_a_move_is_measured_from_the_order_to_save_until_the_ranks_a
     assert advance(moves[0], replace(cluster(stands), time_s=NOW + 500), Memory()).move.cost_s == 27
 
 
+@pytest.mark.parametrize(("says_s", "counts_s"), [(0.0, 0.0), (40.0, 40.0), (1e9, 80.0)])
+def test_what_a_job_repeats_after_its_move_is_kept_with_the_cost_and_goes_with_its_next_move(says_s, counts_s):
+    """It ran for 800 s: a tenth of that counts at most, whatever its ranks say."""
+    decide, saved = deciding(making_way(1)), replace(KEEPS, state="stopping", saved=True, lost_s=says_s)
+    _, memory = round_of(decide, cluster(job(1, lease=KEEPS), WAITS), Memory())
+    _, memory = round_of(decide, cluster(job(1, lease=saved), WAITS), memory)
+    _, memory = round_of(deciding(), cluster(replace(job(1, state="PENDING"), key=NEXT), WAITS), memory)
+    stands = replace(job(1, lease=KEEPS, start_s=NOW), key=NEXT)
+    _, memory = round_of(deciding(), replace(cluster(stands, WAITS), time_s=NOW + 9), memory)
+    assert [move.lost_s for move in memory.moves] == [counts_s]
+    again = deciding(MakeWay((NEXT,), (-3,), key(9), "makes way"))
+    _, memory = round_of(again, replace(cluster(stands, WAITS), time_s=NOW + 9), memory)
+    assert [(move.job, move.lost_s) for move in memory.moves] == [(NEXT, counts_s)], "until it is known anew"
+
+
 def test_a_requeued_job_that_its_owner_changed_is_let_go():
     move = Move(key(1), THERE, "makes room", Requeued(NOW, 0.0))
     step = advance(move, cluster(held(required_nodes=("node3",))), Memory())

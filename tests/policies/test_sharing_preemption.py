@@ -170,6 +170,26 @@ def test_a_job_keeps_its_gpus_for_ten_times_what_its_last_move_cost():
     assert ways(site_of(replace(again, run_s=3000.0), waits(2, 4)), replace(KNOWN, moves=(dear,))) == [(2, {1})]
 
 
+def test_what_it_repeated_counts_with_the_cost_of_its_last_move():
+    """A move of 300 s that had it repeat 100 s of training keeps its GPUs for 4,000 s."""
+    repeated = Move(JobKey(1, 0), (), "", Over(NOW - HOUR, "was requeued"), cost_s=300.0, lost_s=100.0)
+    memory = replace(KNOWN, moves=(repeated,))
+    again = replace(runs(1, 4, run_s=3999.0), key=JobKey(1, 1))
+    assert ways(site_of(again, waits(2, 4)), memory) == []
+    assert ways(site_of(replace(again, run_s=4000.0), waits(2, 4)), memory) == [(2, {1})]
+
+
+def test_of_jobs_alike_the_one_that_repeats_less_training_makes_way():
+    hosts = ("node1", "node2")
+    old, new = ({"lease": {"lost_s": lost_s}} for lost_s in (15.0, 2.0))
+    assert ways(site_of(runs(1, 4, **old), runs(2, 4, "node2", **new), waits(9, 4), hosts=hosts)) == [(9, {2})]
+    assert ways(site_of(runs(1, 2, **new), runs(2, 2, **old, run_s=HOUR), waits(9, 2))) == [(9, {1})]
+    worse = runs(1, 2, had_h=100.0, **old)
+    assert ways(site_of(worse, runs(2, 2, **new), waits(9, 2))) == [(9, {1})], "the level goes first"
+    claims = runs(1, 4, lease={"lost_s": 1e9})
+    assert ways(site_of(claims, waits(9, 4))) == [(9, {1})], "no claim keeps GPUs"
+
+
 # --- the site's classes and shares -----------------------------------------------------------------------------
 
 

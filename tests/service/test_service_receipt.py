@@ -84,11 +84,13 @@ def test_the_paths_of_all_hosts_are_one_receipt_and_a_host_that_has_not_saved_ma
         agents = {host: Agent(report(host, one), alive=True, silent_s=0.0) for host, one in leases.items()}
         return merge(leases, agents)
 
+    both = msgspec.structs.replace(STANDS, hosts=2, world_size=2)
     parts = [
-        msgspec.structs.replace(STANDS, hosts=2, world_size=2, receipt=Receipt(1, step, (PATH, f"/local/{step}")))
-        for step in (2818, 2820)
+        msgspec.structs.replace(both, receipt=Receipt(1, step, (PATH, f"/local/{step}")), lost_s=lost_s)
+        for step, lost_s in ((2818, 0.0), (2820, 7.5))
     ]
     assert merged(n1=parts[0], n2=parts[1]).receipt == Kept(1, 2818, (PATH, "/local/2818", "/local/2820"))
+    assert merged(n1=parts[0], n2=parts[1]).lost_s == 7.5
     assert merged(n1=parts[0], n2=msgspec.structs.replace(parts[1], saved=False, receipt=None)).receipt is None
     many = msgspec.structs.replace(parts[1], receipt=Receipt(1, 1, tuple(f"/local/{n}" for n in range(8))))
     assert merged(n1=parts[0], n2=many).receipt == Kept(1, 1), "too many to name: that there is one is known"

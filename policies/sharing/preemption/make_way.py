@@ -14,6 +14,7 @@ from typing import NamedTuple
 from cadenza.policies.core.actions import MakeWay
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.text import job_names
+from cadenza.policies.relocation.phases import lost_s
 from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
 from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, Victim, shares_of
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
@@ -55,7 +56,7 @@ def make_way(state: SharingState) -> None:
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
     standings = Standings(state)
     victims = [
-        Victim(job, standings.level(job), shares_of(job))
+        Victim(job, standings.level(job), shares_of(job), lost_s(job, state.now_s))
         for job in state.jobs.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]

@@ -35,6 +35,8 @@ class Victim(NamedTuple):
     level: int
     shares: Mapping[str, Amount]
     """Resources that it has, by node."""
+    lost_s: float = 0.0
+    """Training that it would repeat, in seconds."""
 
 
 class NodeRoom:
@@ -54,8 +56,8 @@ class NodeRoom:
         for job in leaving:
             self._give_back(shares_of(job))
         self.on: defaultdict[str, list[Victim]] = defaultdict(list)
-        """By node, jobs of the worst level first, of equals the one that started last."""
-        for victim in sorted(victims, key=lambda one: (-one.level, -(one.job.start_s or 0.0), one.job.key)):
+        """By node, jobs of the worst level first, of equals those that repeat least, then the one that started last."""
+        for victim in sorted(victims, key=lambda one: (-one.level, one.lost_s, -(one.job.start_s or 0.0), one.job.key)):
             for name in victim.shares:
                 if name in self.nodes:
                     self.on[name].append(victim)
@@ -116,18 +118,20 @@ class NodeRoom:
     ) -> tuple[tuple[str, ...], tuple[Victim, ...]] | None:
         """Return the nodes on which the fewest GPUs of jobs must be given up for a request, and these jobs.
 
-        None if no nodes can be freed. ``may``: whether a job would make way.
+        Of equal nodes those whose jobs repeat the least GPU time. None if no nodes can be freed. ``may``: whether a job
+        would make way.
         """
-        options: list[tuple[int, int, str, tuple[Victim, ...]]] = []
+        options: list[tuple[int, float, int, str, tuple[Victim, ...]]] = []
         for at, name in enumerate(names):
             victims = self._enough(name, request.each, may)
             if victims is not None:
-                options.append((sum(one.job.gpus for one in victims), at, name, victims))
+                lost_s = sum(one.job.gpus * one.lost_s for one in victims)
+                options.append((sum(one.job.gpus for one in victims), lost_s, at, name, victims))
         if len(options) < request.nodes:
             return None
-        chosen = nsmallest(request.nodes, options, key=lambda option: option[:2])
-        unique = {one.job.key: one for option in chosen for one in option[3]}
-        return tuple(option[2] for option in chosen), tuple(unique.values())
+        chosen = nsmallest(request.nodes, options, key=lambda option: option[:3])
+        unique = {one.job.key: one for option in chosen for one in option[4]}
+        return tuple(option[3] for option in chosen), tuple(unique.values())
 
     def _enough(self, name: str, need: Amount, may: Callable[[Victim], bool]) -> tuple[Victim, ...] | None:
         """Return jobs of a node without which a request fits there: none if it fits now, None if too few may leave."""

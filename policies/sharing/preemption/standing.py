@@ -26,7 +26,8 @@ NO_LIMIT_S = 366 * 86400.0
 COST_S = 60.0
 """Assumed cost of a move until the job's own is known, in seconds."""
 QUANTUM_COSTS = 10.0
-"""A job keeps the GPUs that it got for so many times the cost of its last move: moving costs it a tenth at most."""
+"""A job keeps the GPUs that it got for so many times the cost of its last move, what it repeated since its checkpoint
+included: moving costs it a tenth at most."""
 DISPLACED_PART = 0.2
 """Part of its time with GPUs that a job may wait for jobs that cannot leave."""
 FIRST_MOVES, MOVES_A_DAY = 6.0, 1.5
@@ -173,7 +174,7 @@ class Standings:
         """Return for how long a running job keeps its GPUs in any case, in seconds; 0 or less: it may make way."""
         if job.key not in self._quantum_left_s:
             move = self.moves.get(job.key.id)
-            cost_s = move.cost_s if move is not None and move.cost_s else COST_S
+            cost_s = COST_S if move is None else (move.cost_s or COST_S) + move.lost_s
             self._quantum_left_s[job.key] = QUANTUM_COSTS * cost_s - self.had_s(job)
         return self._quantum_left_s[job.key]
 

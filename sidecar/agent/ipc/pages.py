@@ -139,6 +139,11 @@ class Page:
         """Training steps between the last two saves that the rank's script made by itself; 0: not known."""
         return min(int(self._words[wire.PAGE_SAVE_EVERY]), MAX_STEP)
 
+    @property
+    def lost_s(self) -> float:
+        """Training that a move now would repeat, in seconds."""
+        return min(int(self._words[wire.PAGE_LOST_MS]), MAX_COUNT) / 1000
+
     def order(self, number: int, stop: int, purpose: int = wire.PURPOSE_YIELD) -> None:
         """Write an order; its number goes before the stop, so that a rank that sees the stop sees its order too."""
         self._words[wire.PAGE_PURPOSE] = purpose

@@ -338,6 +338,7 @@ class Host:
             saving=isinstance(run.stop, AwayStop) or run.eviction is not None,
             saved=run.checkpointed,
             receipt=run.receipt,
+            lost_s=run.lost_s,
             unrestored=printable(run.unrestored, MAX_TEXT),
             unready=printable(run.unready, MAX_TEXT),
             file_system=printable(run.file_system, MAX_NAME),

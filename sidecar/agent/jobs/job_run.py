@@ -252,6 +252,14 @@ class JobRun:
         nameable = len(stop.paths) <= MAX_RECEIPT_PATHS and all(len(path) <= MAX_RECEIPT_PATH for path in stop.paths)
         return orders.Receipt(self.key.restart + 1, stop.saved_step, stop.paths if nameable else ())
 
+    @property
+    def lost_s(self) -> float:
+        """Training that a move would repeat: since the checkpoint with which the ranks stand, or would stand now."""
+        stop = self.stop
+        if isinstance(stop, CheckpointStop) and stop.saved_at is not None:
+            return stop.lost_s
+        return max((rank.page.lost_s for rank in self.ranks.values()), default=0.0)
+
     def stalls(self, now: float) -> bool:
         """Return True while a save is overdue, and for a while after it was given up."""
         if isinstance(self.stop, CheckpointStop) and self.stop.overdue(now):

@@ -191,6 +191,8 @@ class CheckpointStop(Stop):
     """Paths of the checkpoint, once a rank has reported them."""
     saved_step: int = 0
     """Its step, in the unit of the script."""
+    lost_s: float = 0.0
+    """Training since then that the next start repeats."""
 
     purpose: ClassVar[int] = wire.PURPOSE_CHECKPOINT
     arrival: ClassVar[str] = "all arrived to save"

@@ -503,6 +503,7 @@ class StopCoordinator:
         stop.copy_s = max(stop.copy_s, message.seconds)
         stop.bytes = max(stop.bytes, message.bytes)
         run.note = f"checkpoint of step {message.step}: {', '.join(stop.paths)}"
+        stop.lost_s = max(stop.lost_s, message.lost_s)
         if message.lost_s:
             run.note += f"; {message.lost_s:.0f} s of training since then are repeated"
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cadenza.sidecar import wire
 from cadenza.sidecar.client import clock
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.session.checkpoint_request import DEFERRED, Saved
@@ -142,6 +143,8 @@ class ScriptSaves:
             if self._due_ns:
                 self._answer = Saved(self._step, path=found.path, lost_s=self.lost_s)
         self._registration.tell(self._unready())
+        # The handler saves at the order; without one the job goes back to the last checkpoint.
+        self._session.words[wire.PAGE_LOST_MS] = 0 if self._signal else int(1000 * self.lost_s)
         if self._due_ns:
             self._session.memory_step = 0  # the next boundary answers, or gives the order back
 

@@ -198,6 +198,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         no_room=next((f"{host}: {lease.no_room}" for host, lease in sorted(parts.items()) if lease.no_room), ""),
         saved=saved,
         receipt=_receipt(leases) if saved else None,
+        lost_s=max(lease.lost_s for lease in leases),
         unrestored=next((lease.unrestored for lease in leases if lease.unrestored), ""),
         unready=next((lease.unready for lease in leases if lease.unready), ""),
         file_system=next((lease.file_system for lease in leases if lease.file_system), ""),
