@@ -165,8 +165,9 @@ class Memory:
     """The last ordered checkpoint of each live job, by id: what its later starts have to find."""
     unrestored: Mapping[int, str] = field(default_factory=dict)
     """Live jobs that must not be moved again, by id, because they trained without what they were moved with."""
-    stalled: Mapping[str, float] = field(default_factory=dict)
-    """When a checkpoint was last overdue on a file system, seconds since the epoch; those of the last minutes."""
+    stalled: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """When a checkpoint of each user was last overdue on a file system, seconds since the epoch; those of the last
+    minutes."""
     factors: Mapping[int, int] = field(default_factory=dict)
     """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
     keep_checkpoints: Mapping[str, float] = field(default_factory=dict)

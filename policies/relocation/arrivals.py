@@ -5,6 +5,7 @@ All of it is in the memory, so that a restarted service, and the second start of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job
 
 STALLED_S = 600.0
-"""Time for which no job is asked to save on a file system on which a checkpoint was overdue."""
+"""Time for which no job is asked to save on a file system on which checkpoints of two users were overdue. Those of one
+user may stall on purpose, so that nobody else's jobs are asked: that is held against the job alone."""
 
 
 def noted_arrivals(memory: Memory, snapshot: ClusterSnapshot) -> Memory:
@@ -20,7 +22,9 @@ def noted_arrivals(memory: Memory, snapshot: ClusterSnapshot) -> Memory:
     live, now_s = snapshot.by_id, snapshot.time_s
     receipts = {number: receipt for number, receipt in memory.receipts.items() if number in live}
     unrestored = {number: reason for number, reason in memory.unrestored.items() if number in live}
-    stalled = {name: at_s for name, at_s in memory.stalled.items() if now_s - at_s < STALLED_S}
+    stalled: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, users in memory.stalled.items():
+        stalled[name] = {user: at_s for user, at_s in users.items() if now_s - at_s < STALLED_S}
     for job in snapshot.jobs:
         lease = job.lease
         if lease is None:
@@ -35,10 +39,11 @@ def noted_arrivals(memory: Memory, snapshot: ClusterSnapshot) -> Memory:
         if lease.unrestored:
             unrestored[number] = lease.unrestored
         if lease.stalls and lease.file_system:
-            stalled[lease.file_system] = now_s
-    if (receipts, unrestored, stalled) == (memory.receipts, memory.unrestored, memory.stalled):
+            stalled[lease.file_system][job.user] = now_s
+    lately = {name: users for name, users in sorted(stalled.items()) if users}
+    if (receipts, unrestored, lately) == (memory.receipts, memory.unrestored, memory.stalled):
         return memory
-    return replace(memory, receipts=receipts, unrestored=unrestored, stalled=stalled)
+    return replace(memory, receipts=receipts, unrestored=unrestored, stalled=lately)
 
 
 def marked_unrestored(snapshot: ClusterSnapshot, unrestored: Mapping[int, str]) -> ClusterSnapshot:

@@ -96,18 +96,36 @@ def test_a_job_behind_a_limit_of_its_account_gets_no_room_although_slurm_has_not
     assert ways(site_of(runs(1, 4), capped, behind, other)) == [(4, {1})]
 
 
-def test_nobody_is_asked_to_save_where_a_checkpoint_has_just_stalled():
+NAS, NAS2 = {"file_system": "nas"}, {"file_system": "nas2"}
+
+
+def stalls(number: int, **facts) -> Job:
+    return runs(number, 4, lease={**NAS, "stalls": True}, **facts)
+
+
+def test_nobody_is_asked_to_save_where_checkpoints_of_two_users_have_just_stalled():
     """The other one, although it has had less GPU time, saves on another file system."""
-    here = runs(1, 4, had_h=100.0, lease={"file_system": "nas"})
-    there = runs(2, 4, "node2", lease={"file_system": "nas2"})
+    here, there = runs(1, 4, had_h=100.0, lease=NAS), runs(2, 4, "node2", lease=NAS2)
     found = site_of(here, there, waits(9, 4), hosts=("node1", "node2"))
-    stalls = site_of(runs(3, 4, lease={"file_system": "nas", "stalls": True}))
-    memory = remember(KNOWN, (), stalls)
+    memory = remember(remember(KNOWN, (), site_of(stalls(3))), (), site_of(stalls(4, user="bob")))
     assert ways(found, memory) == [(9, {2})]
     alone = decide(site_of(here, waits(9, 4)), memory)
-    assert "saves on nas, where a checkpoint is or was overdue" in alone.reasons[key(9)]
+    assert "saves on nas, where checkpoints of several users are or were overdue" in alone.reasons[key(9)]
     later = replace(found, time_s=NOW + 601)
     assert ways(later, remember(memory, (), later)) == [(9, {1})]
+
+
+def test_a_job_that_stalls_on_purpose_keeps_no_other_from_being_asked():
+    """For an hour, again and again; another job of the same user does it, too."""
+    memory, hosts = KNOWN, ("node1", "node2")
+    hostile = [stalls(number, had_h=900.0, user="mallory") for number in (3, 4)]
+    for minutes in range(60):
+        bad = hostile[minutes % 2]
+        found = site_of(bad, runs(1, 4, "node2", lease=NAS), waits(9, 4), hosts=hosts)
+        found = replace(found, time_s=NOW + 60 * minutes)
+        memory = remember(memory, (), found)
+        assert ways(found, memory) == [(9, {1})], "itself it is not asked while its save is overdue"
+    assert memory.stalled == {"nas": {"mallory": NOW + 59 * 60}}
 
 
 def test_a_job_that_went_on_without_its_checkpoint_does_not_make_way_and_counts_as_one_that_stays():

@@ -166,8 +166,10 @@ class Standings:
             return "went on without its checkpoint after its last move, so it is not moved again"
         if not lease.checkpoints:
             return f"can save no checkpoint yet: {lease.unready}" if lease.unready else "keeps no checkpoints"
-        if lease.file_system in self.state.memory.stalled:
-            return f"saves on {lease.file_system}, where a checkpoint is or was overdue"
+        if lease.stalls:
+            return "has a checkpoint that is overdue, or was a moment ago"
+        if len(self.state.memory.stalled.get(lease.file_system, ())) > 1:
+            return f"saves on {lease.file_system}, where checkpoints of several users are or were overdue"
         return None
 
     def quantum_left_s(self, job: Job) -> float:

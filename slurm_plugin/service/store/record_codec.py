@@ -43,7 +43,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     made_way: tuple[tuple[int, float], ...] = ()
     receipts: tuple[tuple[int, Receipt], ...] = ()
     unrestored: tuple[tuple[int, str], ...] = ()
-    stalled: dict[str, float] = {}
+    stalled: dict[str, dict[str, float]] = {}
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
