@@ -587,7 +587,7 @@ def rank(number: str, folder: str, backend: str, ranks: str = "2") -> None:
 
 def suspended(gpu: Gpu) -> Figures:
     """Suspend NCCL's communicators and take them back; return what each step left by NVML."""
-    communicators, total = Communicators(), torch.ones(1, device=gpu.place)
+    communicators, total = Communicators(0), torch.ones(1, device=gpu.place)
     held = gpu.bytes_by_nvml() if gpu.nvml else 0
     communicators.suspend("acceptance")
     away = gpu.bytes_by_nvml() if gpu.nvml else 0

@@ -283,8 +283,7 @@ def _train_large(
         optimizer.zero_grad()
         losses.append(loss.item().hex())
         del loss
-        peak = gpu.accelerator.in_use_and_peak()
-        peaks[bool(times)] = peak[1] if peak else 0
+        peaks[bool(times)] = gpu.accelerator.in_use_and_peak(gpu.place)[1]
         if step in stops:
             times.append(_cycle(offload, [("model", model), ("optimizer", optimizer)]))
     offload.close()

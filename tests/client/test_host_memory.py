@@ -57,8 +57,14 @@ class Pinned(Accelerator):
     def clear_error(self) -> None:
         self.last = 0
 
-    def in_use_and_peak(self) -> None:
-        """The CPU has no allocator with figures."""
+    def used(self) -> list[torch.device]:
+        return [CPU]
+
+    def allocated(self, device: torch.device) -> int:
+        return 0
+
+    def in_use_and_peak(self, device: torch.device) -> tuple[int, int]:
+        return 0, 0
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -74,15 +80,15 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
 
 def test_growing_pins_only_what_is_new_and_moves_nothing(pinned: Pinned) -> None:
     buffer = HostBuffer()
-    memory = buffer.reserve(10 * MIB, pinned)
+    memory = buffer.reserve(10 * MIB, CPU)
     memory.fill_(7)
     assert pinned.calls == [4, 4, 2]
-    larger = buffer.reserve(13 * MIB, pinned)
+    larger = buffer.reserve(13 * MIB, CPU)
     assert pinned.calls == [4, 4, 2, 4]
     assert buffer.bounds == (4 * MIB, 8 * MIB, 10 * MIB, 14 * MIB)
     assert larger.data_ptr() == memory.data_ptr()
     assert bool((larger[: 10 * MIB] == 7).all())
-    buffer.reserve(5 * MIB, pinned)
+    buffer.reserve(5 * MIB, CPU)
     assert len(pinned.calls) == 4
     buffer.free()
     assert (pinned.sizes, buffer.nbytes) == ({}, 0)
@@ -96,7 +102,7 @@ def test_memory_is_pinned_ahead_as_far_as_the_host_has_any(pinned: Pinned) -> No
     assert buffer._ahead is not None
     buffer._ahead.join(10)
     assert (pinned.calls, buffer.nbytes) == ([4, 4], 8 * MIB)
-    buffer.reserve(15 * MIB, pinned)
+    buffer.reserve(15 * MIB, CPU)
     assert pinned.calls == [4, 4, 4, 4]
     buffer.pin_ahead(15 * MIB, CPU, lambda _: pytest.fail("all of it is pinned"))
     del buffer
@@ -106,13 +112,13 @@ def test_memory_is_pinned_ahead_as_far_as_the_host_has_any(pinned: Pinned) -> No
 def test_memory_that_cannot_be_pinned_is_used_unpinned(pinned: Pinned, caplog: pytest.LogCaptureFixture) -> None:
     pinned.refuses_after = 1
     buffer = HostBuffer()
-    memory = buffer.reserve(10 * MIB, pinned)
+    memory = buffer.reserve(10 * MIB, CPU)
     memory.fill_(1)
     assert buffer.bounds == (4 * MIB,)
     offload = Offload()
     offload._buffer = buffer
     assert (offload.pinned_bytes, offload.host_bytes) == (4 * MIB, 10 * MIB)
-    buffer.reserve(12 * MIB, pinned)
+    buffer.reserve(12 * MIB, CPU)
     assert caplog.text.count("could not be pinned (error 2)") == 1
     assert pinned.last == 0
 
@@ -126,12 +132,13 @@ def test_a_failed_registration_leaves_no_error_for_the_next_kernel(
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     runtime = ctypes.CDLL(str(library))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     caplog.set_level(logging.WARNING)
     buffer = HostBuffer()
-    buffer.reserve(MIB, device.ACCELERATORS["cuda"]).fill_(3)
+    buffer.reserve(MIB, torch.device("cuda", 0)).fill_(3)
     assert "(error 2)" in caplog.text
     assert runtime.cudaPeekAtLastError() == 0
-    buffer._chunks._addresses.append((device.ACCELERATORS["cuda"], 1))
+    buffer._chunks._addresses.append((device.ACCELERATORS["cuda"], torch.device("cuda", 0), 1))
     buffer.free()
     assert runtime.cudaPeekAtLastError() == 0
 
@@ -161,7 +168,7 @@ def test_detach_gives_the_memory_back(job: Peer, pinned: Pinned) -> None:
     session = client.attach(torch.nn.Linear(2, 2))
     script.finish()
     session._offload = Offload()
-    session._offload._buffer.reserve(MIB, pinned)
+    session._offload._buffer.reserve(MIB, CPU)
     assert len(pinned.sizes) == 1
     client.detach()
     assert pinned.sizes == {}
@@ -173,9 +180,10 @@ def test_the_gpu_memory_of_a_job_that_takes_turns_is_pinned_ahead(
     script = Script(job.rank, job)
     session = client.attach(torch.nn.Linear(2, 2))
     script.finish()
-    monkeypatch.setattr(sys.modules[type(session).__module__], "gpu_memory", lambda: (6 * MIB, 9 * MIB))
+    monkeypatch.setattr(
+        sys.modules[type(session).__module__], "gpu_memory", lambda: {0: (2 * MIB, 5 * MIB), 5: (4 * MIB, 9 * MIB)}
+    )
     monkeypatch.setattr(device, "in_use", lambda: pinned)
-    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
     session.boundary()
     assert session._offload is not None
     assert session._offload._buffer._ahead is not None

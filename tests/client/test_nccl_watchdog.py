@@ -20,7 +20,7 @@ def test_a_yield_waits_for_the_watchdogs_look(
     module = torch.distributed.distributed_c10d
     monkeypatch.setitem(module._pg_map, "group", (backend, None))
     synchronized: list[float] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(time.monotonic()))
+    monkeypatch.setattr(nccl_watchdog, "_synchronize", lambda: synchronized.append(time.monotonic()))
     yielded: list[float] = []
     turns = Turns(job, [1], while_away=lambda _: yielded.append(time.monotonic()))
     client.attach(torch.nn.Linear(2, 2))

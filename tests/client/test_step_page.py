@@ -180,7 +180,8 @@ def test_a_rank_without_a_gpu_records_its_resident_set_when_it_stops() -> None:
 
 
 def test_gpu_memory_is_sampled_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([(5 * GIB, 9 * GIB), (4 * GIB, 9 * GIB), (6 * GIB, 10 * GIB)])
+    """The page has those of the GPU with most; the peak of each is kept."""
+    looks = iter([{1: (GIB, 2 * GIB), 3: (sizes[0] * GIB, sizes[1] * GIB)} for sizes in ((5, 9), (4, 9), (6, 10))])
     monkeypatch.setattr(step_page, "gpu_memory", lambda: next(looks))
     words = private_page()
     rank = StepCounters(words)
@@ -189,6 +190,7 @@ def test_gpu_memory_is_sampled_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2 * MEMORY_EVERY):
         rank.boundary()
     assert words[wire.PAGE_MEMORY_LOW : wire.PAGE_MEMORY_PEAK + 1].tolist() == [4 * GIB, 10 * GIB]
+    assert rank.peaks == {1: 2 * GIB, 3: 10 * GIB}
 
 
 def test_the_statistics_of_torchs_allocator_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +198,10 @@ def test_the_statistics_of_torchs_allocator_are_read(monkeypatch: pytest.MonkeyP
     told = {"allocated_bytes": {"all": {"current": 3, "peak": 8, "allocated": 20, "freed": 17}}}
     cuda = pytest.importorskip("torch.cuda", reason="needs the extra `client`")
     monkeypatch.setattr(cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda: told)
-    assert step_page.gpu_memory() == (3, 8)
+    monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda place: told if place.index == 5 else {})
+    monkeypatch.setattr(cuda, "device_count", lambda: 8)
+    assert step_page.gpu_memory() == {5: (3, 8)}
     told.clear()
-    assert step_page.gpu_memory() is None
+    assert step_page.gpu_memory() == {}
     monkeypatch.setattr(cuda, "is_initialized", lambda: False)
-    assert step_page.gpu_memory() is None
+    assert step_page.gpu_memory() == {}

@@ -316,8 +316,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     }
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override
     {
-        const Figures figures = device(index).memory.figures();
         c10::CachingDeviceAllocator::DeviceStats stats;
+        if (!forked && size_t(index) < devices().size() && !devices()[size_t(index)]->initialized)
+            return stats; // as CUDA's: the figures of a device that is not in use open no context
+        const Figures figures = device(index).memory.figures();
         stats.allocated_bytes[0].current = figures.allocated;
         stats.allocated_bytes[0].peak = figures.allocated_peak;
         stats.reserved_bytes[0].current = figures.reserved;
@@ -955,6 +957,7 @@ int simulated_register(char *address, size_t bytes)
 int simulated_unregister(char *address)
 {
     using namespace simulated;
+    device(current); // opens a context, as CUDA's does
     std::lock_guard<std::mutex> guard(pinned_mutex);
     return pinned.erase(address) ? 0 : (last_error = NOT_REGISTERED);
 }

@@ -89,10 +89,10 @@ MUTANTS = {
     ),
     "host memory is not pinned": (
         ENGINE,
-        "self._buffer.reserve(copy_plan.total(plan), accelerator)",
+        "self._buffer.reserve(copy_plan.total(plan), self._devices[0] if self._devices else None)",
         "self._buffer.reserve(copy_plan.total(plan), None)",
     ),
-    "pinned memory is not let go": (MEMORY, "accelerator.unregister_host(address)", "0"),
+    "pinned memory is not let go": (MEMORY, "code = accelerator.unregister_host(address)", "code = 0"),
     "memory comes back on the script's stream": (
         ENGINE,
         "                with device_streams.allocating_on(batch.device, stream):\n",

@@ -176,6 +176,12 @@ def set_random_state(state: torch.Tensor, index: int) -> None:
     library().simulated_random(index, ctypes.c_void_p(state.data_ptr()), 1)
 
 
+def free_and_total(gpu: Gpu) -> tuple[int, int]:
+    """Return the bytes of a GPU that no process has, and all of them."""
+    alive = [nbytes for pid, nbytes in gpu.bytes_of.items() if Path(f"/proc/{pid}").exists()]
+    return gpu.capacity - sum(alive), gpu.capacity
+
+
 def load(paths: Sequence[Path] | None = None) -> None:
     """Make the simulated GPUs devices of this process, those of the environment by default; once, before their use."""
     if paths is not None:
@@ -192,7 +198,9 @@ def load(paths: Sequence[Path] | None = None) -> None:
 def _finish() -> None:
     """Let the streams end their work before the libraries that they use are torn down."""
     if library().simulated_initialized():
-        torch.accelerator.synchronize()
+        for index in range(torch.accelerator.device_count()):
+            if torch.accelerator.memory_reserved(index):
+                torch.accelerator.synchronize(index)
 
 
 def _module() -> ModuleType:
@@ -219,11 +227,12 @@ def _module() -> ModuleType:
     module.get_device_properties = lambda place: SimpleNamespace(
         total_memory=open_file(paths[place.index or 0]).capacity
     )
-    module.memory_stats_as_nested_dict = lambda: {
+    module.mem_get_info = lambda place: free_and_total(open_file(paths[place.index or 0]))
+    module.memory_stats_as_nested_dict = lambda place: {
         "allocated_bytes": {
             "all": {
-                "current": torch.accelerator.memory_allocated(),
-                "peak": torch.accelerator.max_memory_allocated(),
+                "current": torch.accelerator.memory_allocated(place),
+                "peak": torch.accelerator.max_memory_allocated(place),
             }
         }
     }

@@ -72,10 +72,21 @@ class Accelerator:
         """Return the bytes that the allocator holds on a device, its cache included."""
         return int(self.module.memory_reserved(device))
 
-    def in_use_and_peak(self) -> tuple[int, int] | None:
-        """Return the bytes that the allocator has given out on the current device, now and at the peak."""
-        stats = self.module.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
-        return (int(stats["current"]), int(stats["peak"])) if stats else None
+    def used(self) -> list[torch.device]:
+        """Return the devices on which the allocator holds memory; asking opens a context on none."""
+        return [device for device in self.devices() if self.reserved(device)]
+
+    def in_use_and_peak(self, device: torch.device) -> tuple[int, int]:
+        """Return the bytes that the allocator has given out on a device, now and at the peak."""
+        stats = self.module.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        return int(stats.get("current", 0)), int(stats.get("peak", 0))
+
+    def free(self, device: torch.device) -> int | None:
+        """Return the memory of a device that no process has, None if it is not told; this opens a context there."""
+        try:
+            return int(self.module.mem_get_info(device)[0])
+        except RuntimeError:
+            return None
 
     def total(self, device: torch.device) -> int:
         """Return a device's memory in bytes."""
@@ -92,7 +103,10 @@ class Accelerator:
         return found
 
     def register_host(self, address: int, nbytes: int) -> int:
-        """Pin host memory, so that copies run while the host goes on; return CUDA's error code, 0 for success."""
+        """Pin host memory, so that copies run while the host goes on; return CUDA's error code, 0 for success.
+
+        It takes place in the context of the thread's device, which it opens if it has none, and holds for all GPUs.
+        """
         return int(self.module.cudart().cudaHostRegister(address, nbytes, 0))
 
     def unregister_host(self, address: int) -> int:

@@ -7,8 +7,8 @@ import itertools
 import logging
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,8 @@ class Moved:
     nbytes: int
     seconds: float
     left: int = 0
+    by_gpu: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """The bytes that left each GPU, and those that this process still holds there, by its index."""
 
 
 class Offload:
@@ -53,6 +55,8 @@ class Offload:
         self._move: Transfer | spill.SpillFile | AddressMove | None = None
         self._nbytes = 0
         """Bytes that are away."""
+        self._sizes: Mapping[torch.device, int] = {}
+        """The same by GPU."""
         self._savers: GuardedSavers | None = None
         self._returning = threading.RLock()
         """Taken while the copies in host memory are looked up or let go: a thread may save as the state comes back."""
@@ -78,16 +82,28 @@ class Offload:
         return max(self._buffer.bounds, default=0)
 
     @staticmethod
-    def held_bytes() -> int:
-        """Return the device memory that torch holds in this process, its allocator's cache included."""
+    def held_and_staying(segments: Sequence[Segment], *, all_moves: bool) -> tuple[list[int], list[int]]:
+        """Return the memory that torch holds on each GPU, its cache included, and what stays there when segments move.
+
+        ``all_moves``: nothing of torch's stays.
+        """
         accelerator = device.in_use()
-        return sum(map(accelerator.reserved, accelerator.devices())) if accelerator else 0
+        places = accelerator.devices() if accelerator else []
+        moves = dict.fromkeys(places, 0)
+        for one in segments:
+            if one.storage.device in moves:
+                moves[one.storage.device] += one.nbytes
+        held = [accelerator.reserved(place) for place in places] if accelerator else []
+        given = [accelerator.allocated(place) for place in places] if accelerator and not all_moves else [0] * len(held)
+        return held, [max(0, size - moves[place]) for size, place in zip_equal(given, places)]
 
     def pin_ahead(self, nbytes: int, ranks: int) -> None:
         """Begin to pin host memory for the next move of ``nbytes`` bytes, as far as ``ranks`` such processes may."""
-        if accelerator := device.in_use():
-            place = torch.device(accelerator.kind, accelerator.module.current_device())
-            self._buffer.pin_ahead(nbytes, place, lambda chunk: memory_limits.refusal(chunk, ranks) is None)
+        accelerator = device.in_use()
+        places = accelerator.used() if accelerator else []
+        if accelerator and places:
+            most = max(places, key=accelerator.allocated)
+            self._buffer.pin_ahead(nbytes, most, lambda chunk: memory_limits.refusal(chunk, ranks) is None)
 
     def close(self) -> None:
         """Free the host memory; the state must be on its device."""
@@ -127,8 +143,7 @@ class Offload:
             move = spill.SpillFile(segments, self.spill_to)
         else:
             plan = plan_of(segments)
-            accelerator = device.of(self._devices[0]) if self._devices else None
-            memory = self._buffer.reserve(copy_plan.total(plan), accelerator)
+            memory = self._buffer.reserve(copy_plan.total(plan), self._devices[0] if self._devices else None)
             move = Transfer(segments, plan, memory, self._buffer.bounds)
         # 2. Copy, and release each storage whose copy is complete.
         with HeldSignals():
@@ -137,10 +152,13 @@ class Offload:
             except (RuntimeError, MemoryError) as error:
                 raise MoveError(f"the state could not be copied to host memory: {error}") from None
             self._segments = tuple(segments)
-            self._set_away(move, _total(segments))
+            sizes = dict.fromkeys(self._devices, 0)
+            for one in segments if self._devices else ():
+                sizes[one.storage.device] = sizes.get(one.storage.device, 0) + one.nbytes
+            self._set_away(move, _total(segments), sizes)
         # 3. Give the allocator's cached memory back to the devices.
         left = _empty_caches(self._devices)
-        return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
+        return Moved(_total(segments), (monotonic_ns() - started) / 1e9, sum(left.values()), _by_gpu(sizes, left))
 
     def offload_in_place(self) -> Moved:
         """Move out all that torch has on the GPUs, so that it comes back at its addresses; else as ``offload``.
@@ -156,19 +174,22 @@ class Offload:
         plan = address_survey.look()
         if not isinstance(plan, AddressPlan):
             raise MoveError(f"addresses cannot stay any more: {plan}")
+        sizes = {place: accelerator.reserved(place) for place in self._devices}
         move = AddressMove(mapped, plan, accelerator.kind, self._buffer)
         with HeldSignals():
             try:
                 move.offload()
             except (RuntimeError, MemoryError) as error:
                 raise MoveError(f"the state could not be copied to host memory: {error}") from None
-            self._set_away(move, plan.nbytes)
-        left = sum(map(accelerator.reserved, self._devices)) - plan.nbytes
-        return Moved(plan.nbytes, (monotonic_ns() - started) / 1e9, left)
+            self._set_away(move, plan.nbytes, sizes)
+        left = sum(map(accelerator.reserved, self._devices)) - plan.nbytes  # torch's books have the segments still
+        return Moved(plan.nbytes, (monotonic_ns() - started) / 1e9, left, _by_gpu(sizes, {}))
 
-    def _set_away(self, move: Transfer | spill.SpillFile | AddressMove, nbytes: int) -> None:
+    def _set_away(
+        self, move: Transfer | spill.SpillFile | AddressMove, nbytes: int, sizes: Mapping[torch.device, int]
+    ) -> None:
         """Note a move that is complete; from now on savers read the host copy."""
-        self._move, self._nbytes = move, nbytes
+        self._move, self._nbytes, self._sizes = move, nbytes, sizes
         self._savers = GuardedSavers(self.host_copies)
 
     def spill(self, directory: str) -> Moved:
@@ -211,15 +232,16 @@ class Offload:
         }
         return [(segment, parts[index]) for index, segment in enumerate(self._segments)]
 
-    def restore(self) -> Moved:
+    def restore(self, others: Mapping[int, int] | None = None) -> Moved:
         """Bring all back in place; raise RestoreError with all still away, NoRoomError when the GPU is too full.
 
-        Signal handlers run after it.
+        ``others`` are further bytes that a GPU needs to have free, by its index. Signal handlers run after it.
         """
         started = monotonic_ns()
         nbytes = self._nbytes
         with HeldSignals():
             if self._move is not None:
+                self._require_room(others or {})
                 try:
                     self._move.restore()
                 except (RuntimeError, MemoryError) as error:
@@ -236,6 +258,22 @@ class Offload:
                 if not self._devices:
                     self._buffer.free()
         return Moved(nbytes, (monotonic_ns() - started) / 1e9)
+
+    def _require_room(self, others: Mapping[int, int]) -> None:
+        """Raise NoRoomError unless each GPU has room for its state and for what will be taken beside it.
+
+        Without others, the allocation tells. NCCL's takes place once the state is back, and then ranks wait for one
+        another without a limit.
+        """
+        for place, nbytes in self._sizes.items() if others else ():
+            beside = others.get(place.index or 0, 0)
+            accelerator = device.of(place)
+            free = accelerator.free(place) if accelerator and beside else None
+            if free is not None and free < nbytes + beside:
+                raise NoRoomError(
+                    f"no room on {place} for {nbytes >> 20} MiB of state and {beside >> 20} MiB of NCCL: "
+                    f"{free >> 20} MiB are free"
+                )
 
 
 class Transfer:
@@ -369,22 +407,27 @@ def plan_of(segments: Sequence[Segment]) -> list[Batch]:
     return copy_plan.plan([(segment.storage.device, segment.nbytes) for segment in segments])
 
 
-def _empty_caches(devices: Sequence[torch.device], *, workspaces: bool = True) -> int:
-    """Give cached memory back to the devices; return the bytes that the allocator still reserves.
+def _empty_caches(devices: Sequence[torch.device], *, workspaces: bool = True) -> dict[torch.device, int]:
+    """Give cached memory back to the devices; return the bytes that the allocator still reserves on each.
 
     A device that fails here is noticed by the next move: the state has left it, or is still away.
     """
-    held = 0
+    held = {}
     if devices and workspaces:
         library_caches.release(devices)
     try:
         for place in devices:
             if accelerator := device.of(place):
                 accelerator.empty_cache()
-                held += accelerator.reserved(place)
+                held[place] = accelerator.reserved(place)
     except RuntimeError as error:
         _log.warning("cached GPU memory could not be given back: %s", error)
     return held
+
+
+def _by_gpu(sizes: Mapping[torch.device, int], left: Mapping[torch.device, int]) -> dict[int, tuple[int, int]]:
+    """Return the bytes that have left each GPU and those that stay there, by its index."""
+    return {place.index or 0: (nbytes, left.get(place, 0)) for place, nbytes in sizes.items()}
 
 
 def _total(segments: Sequence[Segment]) -> int:

@@ -51,17 +51,18 @@ class HostBuffer:
         """Offsets at which pinned chunks end; one copy of a device must not cross any (CUDA takes them as invalid)."""
         return tuple(self._chunks.ends)
 
-    def reserve(self, nbytes: int, accelerator: Accelerator | None) -> torch.Tensor:
-        """Return at least ``nbytes`` bytes, pinned for an accelerator; raise MoveError when the host has too few."""
+    def reserve(self, nbytes: int, device: torch.device | None) -> torch.Tensor:
+        """Return at least ``nbytes`` bytes, pinned for a device; raise MoveError when the host has too few."""
         self._end_pinning()
+        accelerator = of(device) if device is not None else None
         if accelerator is not self._accelerator or self._capacity < nbytes:
             self.free()
         if self._mapping is None:
             self._map(nbytes, accelerator)
         if self._mapping is not None and self._memory.nbytes < nbytes:
             self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
-        if accelerator is not None and self._mapping is not None:
-            while self._chunks.pin_next(self._mapping, nbytes, accelerator):
+        if accelerator is not None and device is not None and self._mapping is not None:
+            while self._chunks.pin_next(self._mapping, nbytes, accelerator, device):
                 pass
         return self._memory
 
@@ -119,11 +120,10 @@ class HostBuffer:
         self, nbytes: int, accelerator: Accelerator, device: torch.device, may_pin: Callable[[int], bool]
     ) -> None:
         """Pin chunks until all bytes are pinned, the host is short, or the thread is to end."""
-        with accelerator.on(device):  # a registration takes place in the context of the thread's device
-            while not self._ahead_ends.is_set() and may_pin(min(CHUNK_BYTES, nbytes - self._chunks.nbytes)):
-                with self._lock:
-                    if self._mapping is None or not self._chunks.pin_next(self._mapping, nbytes, accelerator):
-                        return
+        while not self._ahead_ends.is_set() and may_pin(min(CHUNK_BYTES, nbytes - self._chunks.nbytes)):
+            with self._lock:
+                if self._mapping is None or not self._chunks.pin_next(self._mapping, nbytes, accelerator, device):
+                    return
 
     def _end_pinning(self) -> None:
         """End the thread that pins ahead; it finishes its chunk first."""
@@ -140,7 +140,7 @@ class Chunks:
         self.ends: list[int] = []
         self.failed = False
         """CUDA has refused a chunk: the rest stays unpinned."""
-        self._addresses: list[tuple[Accelerator, int]] = []
+        self._addresses: list[tuple[Accelerator, torch.device, int]] = []
         self._mapping: mmap.mmap | None = None
         self._pid = os.getpid()
 
@@ -149,8 +149,11 @@ class Chunks:
         """Pinned bytes."""
         return self.ends[-1] if self.ends else 0
 
-    def pin_next(self, mapping: mmap.mmap, nbytes: int, accelerator: Accelerator) -> bool:
+    def pin_next(self, mapping: mmap.mmap, nbytes: int, accelerator: Accelerator, device: torch.device) -> bool:
         """Pin a further chunk of a mapping towards ``nbytes`` pinned bytes; return False if there is none to pin.
+
+        The calls are made in the context of a device that the process uses: in the thread's own, which a process that
+        never chose one has on the first GPU, they would open a context there.
 
         A refused one leaves an error that the thread's next kernel would report, and which is therefore cleared.
         """
@@ -159,21 +162,25 @@ class Chunks:
         if self.failed or start >= min(nbytes, end):
             return False
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() + start
-        if code := accelerator.register_host(address, end - start):
+        with accelerator.on(device):
+            code = accelerator.register_host(address, end - start)
+        if code:
             accelerator.clear_error()
             self.failed = True
             _log.warning("host memory could not be pinned (error %d): moves are slower", code)
             return False
         self._mapping = mapping
-        self._addresses.append((accelerator, address))
+        self._addresses.append((accelerator, device, address))
         self.ends.append(end)
         return True
 
     def free(self) -> None:
         """Unpin all, before the mapping goes; a forked child has no registration of its own."""
         if os.getpid() == self._pid:
-            for accelerator, address in self._addresses:
-                if accelerator.unregister_host(address):
+            for accelerator, device, address in self._addresses:
+                with accelerator.on(device):
+                    code = accelerator.unregister_host(address)
+                if code:
                     accelerator.clear_error()
         self._addresses.clear()
         self.ends.clear()

@@ -44,7 +44,7 @@ class SpillFile:
         """Allocate the whole file; raise MoveError when the disk is too full."""
         self._segments = segments
         self._window = HostBuffer()
-        self._accelerator = next(filter(None, (device.of(segment.storage.device) for segment in segments)), None)
+        self._device = next((one.storage.device for one in segments if device.of(one.storage.device)), None)
         nbytes = sum(segment.nbytes for segment in segments)
         with contextlib.ExitStack() as undo:
             try:
@@ -116,7 +116,7 @@ class SpillFile:
 
     def _pieces(self, storages: Sequence[torch.UntypedStorage]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the pieces of all storages: offset in the file, bytes, and a window of that size."""
-        window, place = self._window.reserve(WINDOW_BYTES, self._accelerator), 0
+        window, place = self._window.reserve(WINDOW_BYTES, self._device), 0
         with torch.no_grad():
             for storage in storages:
                 for piece in torch.split(as_bytes(storage), WINDOW_BYTES):

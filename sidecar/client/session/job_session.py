@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ STATE_NAMES = {wire.STATE_RUNNING: "running", wire.STATE_ARRIVED: "running", wir
 """State sent by a reconnecting rank; one that had arrived, and was not committed, continues and is running."""
 
 _log = logging.getLogger("cadenza.client")
+_sessions = itertools.count(1)
+"""Numbers of this process's sessions that an agent knows; each rank of a job counts the same ones."""
 
 
 class Session(StepCounters):
@@ -90,7 +92,7 @@ class Session(StepCounters):
         """A requested checkpoint that frameworks save after the boundary: link, order, losses, what is saved."""
         self._link: Link | None = None
         self._offload: Offload | None = None
-        self._communicators = Communicators()
+        self._communicators = Communicators(0)
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
         self._cancelled = 0
@@ -249,6 +251,7 @@ class Session(StepCounters):
         Raises AgentRefusedError when the agent does not accept this process.
         """
         self._who = who
+        self._communicators = Communicators(next(_sessions))
         resources.set_source(self)
         self.arrival.begin(who)
         link = Link(path, self._greeting, self.words, self.arrival.heed)
@@ -351,9 +354,9 @@ class Session(StepCounters):
         if self.training:  # no batch was asked for since the last step
             self._awaits_batch = False
             self._set_state(wire.STATE_RUNNING)
-        if not passed:
-            points.over()
-        return bool(passed)
+        if passed <= 0:
+            self._save_points.over()
+        return passed > 0
 
     def next_batch(self) -> None:
         """Save the checkpoint that is requested, if the last boundary was a save point: the step is over now.
@@ -395,8 +398,11 @@ class Session(StepCounters):
         # 2. Report that this rank stands at its boundary; a refusal cancels the order for all ranks.
         refused = (survey.refusal or "")[:MAX_TEXT] if survey else ""
         nbytes = max(0, survey.host_bytes - self._offload.host_bytes) if survey and self._offload else 0
-        held = self._offload.held_bytes() if survey and self._offload and not refused else 0
-        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, held=held, refused=refused)
+        sizes = {}
+        if survey and self._offload and not refused:
+            held, stays = self._offload.held_and_staying(survey.segments, all_moves=survey.in_place is not None)
+            sizes = {"held_bytes": held, "stays_bytes": stays}
+        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused, **sizes)
         # 3. Wait until the agent has heard of all ranks, and commits.
         if not self._await_commit(link, order, since):
             return
@@ -417,7 +423,7 @@ class Session(StepCounters):
                     self._pause.wait(max(0, quiet_at_ns - monotonic_ns()) / 1e9)
                     self.order_done()
                     resident = map(str, survey.resident) if survey else ()
-                    link.send("yielded", since=since, order=order, **_move_report(moved, resident))
+                    link.send("yielded", since=since, order=order, **self._moved_report(moved, resident))
             except ClientError as error:
                 _log.warning("this job could not yield and continues: %s", error)
                 self._cancelled = order
@@ -474,7 +480,8 @@ class Session(StepCounters):
         while True:
             try:
                 with HeldSignals(), link.steady:
-                    moved = self._offload.restore() if self._offload and self._offload.away else None
+                    here = self._offload if self._offload and self._offload.away else None
+                    moved = here.restore(self._communicators.freed) if here else None
                     self._set_state(wire.STATE_RUNNING)
                     return moved
             except NoRoomError as error:
@@ -507,7 +514,7 @@ class Session(StepCounters):
             try:
                 if survey and survey.refusal:
                     raise MoveError(survey.refusal)
-                report = _move_report(self._offload_state(survey), ())
+                report = self._moved_report(self._offload_state(survey), ())
                 self._set_state(wire.STATE_YIELDED)
             except ClientError as error:
                 report = {**_move_report(None, ()), "error": str(error)[:MAX_TEXT]}
@@ -591,7 +598,7 @@ class Session(StepCounters):
                         refusal = str(error)
                     self._set_state(wire.STATE_YIELDED)
                     resident = [refusal] if refusal else map(str, survey.resident if survey else ())
-                    link.send("yielded", since=since, order=order, **_move_report(moved, resident))
+                    link.send("yielded", since=since, order=order, **self._moved_report(moved, resident))
             if refusal:
                 _log.warning("waiting for the lease with this job's state still in place: %s", refusal)
         self._resume(link)
@@ -690,12 +697,13 @@ class Session(StepCounters):
 
     def _pin_ahead(self) -> None:
         """Begin to pin host memory for the GPU state of a job that takes turns; all that it has there may move."""
-        sample = gpu_memory() if self.active and self._sources and not self.spill_to else None
-        if sample is not None:
+        sample = gpu_memory() if self.active and self._sources and not self.spill_to else {}
+        if sample:
             from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
 
             self._offload = self._offload or Offload()
-            self._offload.pin_ahead(sample[0], (self._who.local_world_size if self._who else None) or 1)
+            in_use = sum(now for now, _ in sample.values())
+            self._offload.pin_ahead(in_use, (self._who.local_world_size if self._who else None) or 1)
 
     def _call_on_yield(self) -> None:
         """Call the script's functions for a yield; raise MoveError when one of them fails."""
@@ -709,6 +717,16 @@ class Session(StepCounters):
         if survey is None or self._offload is None:
             return None
         return self._offload.offload_in_place() if survey.in_place else self._offload.offload(survey.segments)
+
+    def _moved_report(self, moved: Moved | None, resident: Iterable[str]) -> Message:
+        """Return the fields of ``yielded`` about a move, with the memory that each GPU must have for the way back."""
+        report = _move_report(moved, resident)
+        if moved is not None and moved.by_gpu:
+            sizes = {gpu: max(out, self.peaks.get(gpu, 0) - left) for gpu, (out, left) in moved.by_gpu.items()}
+            report["needed_bytes"] = _by_index(sizes)
+        if self._communicators.freed:
+            report["regrown_bytes"] = _by_index(self._communicators.freed)
+        return report
 
     def _greeting(self) -> Message:
         """Return the fields of ``attach`` as things stand."""
@@ -754,6 +772,11 @@ def _move_report(moved: Moved | None, resident: Iterable[str]) -> Message:
     if moved is None:
         return {"copy_s": 0.0, "bytes": 0, "resident": names}
     return {"copy_s": moved.seconds, "bytes": moved.nbytes, "left": moved.left, "resident": names}
+
+
+def _by_index(sizes: Mapping[int, int]) -> list[int]:
+    """Return the sizes of GPUs by their index, 0 for those that have none."""
+    return [sizes.get(index, 0) for index in range(max(sizes) + 1)]
 
 
 def _order_of(message: Message) -> int:

@@ -21,5 +21,14 @@ def quiet_at_ns() -> int:
     groups = module._world.pg_map.values() if module is not None else ()  # noqa: SLF001
     if not any("nccl" in backend for backend, _ in groups):
         return 0
-    sys.modules["torch"].cuda.synchronize()
+    _synchronize()
     return monotonic_ns() + LOOK_NS
+
+
+def _synchronize() -> None:
+    """Wait for the GPUs in use; the thread's own may have no context yet, and a wait would open one."""
+    from cadenza.sidecar.client.offload import device  # noqa: PLC0415 - it imports torch
+
+    accelerator = device.in_use()
+    for place in accelerator.used() if accelerator else ():
+        accelerator.synchronize(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 import resource
 import sys
@@ -53,21 +54,22 @@ def map_page(descriptor: int) -> memoryview:
     return words
 
 
-def gpu_memory() -> tuple[int, int] | None:
-    """Return the current device's allocated bytes, now and at the peak; None before the process uses a GPU.
+def gpu_memory() -> dict[int, tuple[int, int]]:
+    """Return the allocated bytes of each GPU that this process has used, now and at the peak, by the GPU's index.
 
     The figures are those of torch's caching allocator, read under its lock and without a system call or a wait for the
     device. Neither torch nor CUDA is loaded for it.
     """
     if "torch" not in sys.modules:
-        return None
+        return {}
     from cadenza.sidecar.client.offload import device  # noqa: PLC0415 - it imports torch
 
     accelerator = device.in_use()
     try:
-        return accelerator.in_use_and_peak() if accelerator else None
+        found = {one.index: accelerator.in_use_and_peak(one) for one in accelerator.devices()} if accelerator else {}
     except RuntimeError:  # the training step reports a device that has failed
-        return None
+        return {}
+    return {index: sizes for index, sizes in found.items() if sizes[1]}
 
 
 def host_memory() -> tuple[int, int] | None:
@@ -93,6 +95,8 @@ class StepCounters:
         self.sequence = 0
         self.memory_step = 1
         """Step of the next reading of memory."""
+        self.peaks: dict[int, int] = {}
+        """The most memory that torch has given out on each GPU, by its index."""
         self.training = True
         """The boundary that reached the stop step ended a training step."""
         self.out = False
@@ -206,8 +210,7 @@ class StepCounters:
     def sample_memory(self) -> None:
         """Record GPU memory in use at this boundary; without a GPU, only stops record memory, the host's."""
         self.memory_step = self.step + MEMORY_EVERY
-        if (sample := gpu_memory()) is not None:
-            self._write_memory(wire.MEMORY_GPU, *sample)
+        self._sample_gpus()
 
     def order_arrived(self) -> None:
         """Record when the rank is ready to stop at this boundary: the state that would move is surveyed."""
@@ -226,9 +229,7 @@ class StepCounters:
         count = words[wire.PAGE_ORDER_COUNT]
         self.order, self.order_at = order, wire.PAGE_ORDERS + count % wire.ORDERS_KEPT * wire.ORDER_WORDS
         self._write((wire.PAGE_ORDER_COUNT, count + 1), *enumerate((order, self.last_ns, 0, 0), self.order_at))
-        if (sample := gpu_memory()) is not None:
-            self._write_memory(wire.MEMORY_GPU, *sample)
-        elif (sample := host_memory()) is not None:
+        if not self._sample_gpus() and (sample := host_memory()) is not None:
             self._write_memory(wire.MEMORY_HOST, *sample)
 
     def _write_order_time(self, offset: int) -> None:
@@ -236,6 +237,15 @@ class StepCounters:
         if self.order_at:
             since = self.words[self.order_at + 1]
             self._write((self.order_at + offset, max(1, monotonic_ns() - since)))
+
+    def _sample_gpus(self) -> bool:
+        """Record the memory in use on the GPU that has most, and the peak of each; return False without a GPU."""
+        sample = gpu_memory()
+        for index, (_, peak) in sample.items():
+            self.peaks[index] = max(peak, self.peaks.get(index, 0))
+        if sample:
+            self._write_memory(wire.MEMORY_GPU, *max(sample.values(), key=operator.itemgetter(1)))
+        return bool(sample)
 
     def _write_memory(self, kind: int, now: int, peak: int) -> None:
         """Write the lowest use at a boundary and the peak; both in bytes."""

@@ -29,7 +29,7 @@ class AddressMove:
     def __init__(self, library: Library, plan: AddressPlan, kind: str, buffer: HostBuffer) -> None:
         self._library, self.plan, self._kind, self._buffer = library, plan, kind, buffer
         self._accelerator = device.ACCELERATORS[kind]
-        self._memory = buffer.reserve(plan.host_bytes, self._accelerator)
+        self._memory = buffer.reserve(plan.host_bytes, torch.device(kind, plan.devices[0]) if plan.devices else None)
         self._streams: dict[int, torch.Stream] = {}
 
     def offload(self) -> None:
