@@ -13,6 +13,7 @@ from typing import IO
 import zmq
 
 from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.addresses import link
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.errors import StateFileError
@@ -114,6 +115,7 @@ class Daemon:
         self._tuner.recover()
         self._link = self._open_link()
         listener = Listener(Path(settings.socket))
+        link.link(link.LIBRARY, Path(settings.socket).parent)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
 
     # --- start and end -------------------------------------------------------------------------------------

@@ -219,13 +219,14 @@ end
 
 -- In the order of writing; `why` is set here and never taken from a user.
 local KEYS = {
-  "v", "share", "late", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations",
+  "v", "share", "late", "graphs", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations",
   "duration_s", "why",
 }
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
   share = { is_boolean, "must be true or false (yes or no in the flag)" },
   late = { is_boolean, "must be true or false (yes or no in the flag)" },
+  graphs = { is_boolean, "must be true or false (yes or no in the flag)" },
   checkpoints = { is_boolean, "must be true or false (yes or no in the flag)" },
   min_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
@@ -236,7 +237,7 @@ local RULES = {
   duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  local keys = "share, late, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
+  local keys = "share, late, graphs, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
   return string.format("unknown key '%s' (known: %s)", key, keys)
 end
 
@@ -254,7 +255,7 @@ local function check(options)
 end
 
 local YES_NO = { yes = true, no = false }
-local FLAGS = { share = true, late = true, checkpoints = true }
+local FLAGS = { share = true, late = true, graphs = true, checkpoints = true }
 
 -- Returns the key and the value of "key=value"; `check` refuses a text that is not a value of its key.
 local function read_item(item)

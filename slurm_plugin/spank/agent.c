@@ -3,7 +3,8 @@
  *
  * And the job's handover file, jobs/NODE.JOBID next to the agent's socket, written by root and for root. It has the
  * values that only Slurm's prolog knows and a task needs: restart count, this host's GPUs of the whole job, and the
- * comment's sharing, batch rule and late lease. An agent that starts later reads the user as well, and so knows the job.
+ * comment's sharing, batch rule, late lease and addresses that stay. An agent that starts later reads the user as well, and
+ * so knows the job.
  */
 #include "cadenza.h"
 
@@ -194,6 +195,11 @@ bool comment_late(const char *comment)
 	return comment_has(comment, ",\"late\":true");
 }
 
+bool comment_graphs(const char *comment)
+{
+	return comment_has(comment, ",\"graphs\":true");
+}
+
 /* Does not make the socket's directory: a host without it has no agent. */
 void handover_write(const struct config *config)
 {
@@ -210,10 +216,10 @@ void handover_write(const struct config *config)
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;
-	dprintf(fd, "%u %u %d %s %d %u %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+	dprintf(fd, "%u %u %d %s %d %u %d %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
 		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_sharing(getenv("SLURM_JOB_COMMENT")), gpus,
 		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")), environment_number("SLURM_JOB_UID"),
-		comment_late(getenv("SLURM_JOB_COMMENT")));
+		comment_late(getenv("SLURM_JOB_COMMENT")), comment_graphs(getenv("SLURM_JOB_COMMENT")));
 	close(fd);
 }
 
@@ -221,7 +227,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 {
 	char path[512], gpus[512];
 	uint32_t hosts, restart;
-	int code, batch_per_gpu = 0, late = 0;
+	int code, batch_per_gpu = 0, late = 0, graphs = 0;
 	FILE *file;
 	bool read;
 
@@ -229,13 +235,15 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s %d %*u %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late) >= 4;
+	read = fscanf(file, "%u %u %d %511s %d %*u %d %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late,
+		      &graphs) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
 	job->hosts = hosts ? hosts : job->hosts;
 	job->batch_per_gpu = batch_per_gpu;
 	job->late = late;
+	job->graphs = graphs;
 	*sharing = (enum sharing)code;
 	/* slurmd runs no prolog where a job is requeued as slurmctld starts: the GPUs are those of the start before. */
 	if (restart < job->restart)

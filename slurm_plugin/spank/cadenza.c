@@ -1,6 +1,7 @@
 /* The SPANK plugin: the --cadenza option where jobs are submitted, the wait for the first lease where they run. */
 #include "cadenza.h"
 
+#include <limits.h>
 #include <pwd.h>
 #include <signal.h>
 #include <slurm/slurm.h>
@@ -17,6 +18,9 @@ SPANK_PLUGIN(cadenza, 1)
 #define TWIN "CADENZA"
 /* Variable in which salloc and sbatch export the option, and which Slurm reads as the option. */
 #define SLURM_TWIN "SLURM_SPANK__SLURM_SPANK_OPTION_cadenza_cadenza"
+/* Read by the client (ADDRESSES_ENV); a job that submits another one does not hand it on. */
+#define ADDRESSES_VARIABLE "CADENZA_ADDRESSES"
+#define MAX_PRELOAD 4096
 #define GATE_TICK_US 20000
 #define REQUEUE_LIMIT_S 120
 #define LONG_WAIT_S 86400
@@ -59,7 +63,7 @@ struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
 	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N "
-		 "late=yes|no checkpoints=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
+		 "late=yes|no graphs=yes|no checkpoints=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };
@@ -71,7 +75,13 @@ struct spank_option cadenza_option = {
 static void read_environment(spank_context_t context)
 {
 	const char *twin = getenv(TWIN);
+	char *preload = getenv("LD_PRELOAD");
 
+	if (context == S_CTX_ALLOCATOR && getenv("SLURM_JOB_ID")) {
+		unsetenv(ADDRESSES_VARIABLE);
+		if (preload)
+			preload_without(preload);
+	}
 	if (context == S_CTX_LOCAL && getenv("SLURM_JOB_ID"))
 		return;
 	unsetenv(SLURM_TWIN);
@@ -212,6 +222,24 @@ static void enter(spank_t spank, const struct job *job)
 		plugin.gate->open = 1;
 }
 
+/*
+ * The client then lets the addresses of the GPU's memory stay, for which a library must be there when a process starts.
+ * Without it the client says so. Buffers of captured collectives that NCCL has registered would not survive a yield.
+ */
+static void preload(spank_t spank)
+{
+	char library[PATH_MAX], others[MAX_PRELOAD] = "", value[PATH_MAX + 1 + MAX_PRELOAD];
+
+	spank_setenv(spank, ADDRESSES_VARIABLE, "stay", 1);
+	if (!preload_find(&plugin.config, library) ||
+	    spank_getenv(spank, "LD_PRELOAD", others, sizeof(others)) == ESPANK_NOSPACE)
+		return;
+	preload_without(others);
+	snprintf(value, sizeof(value), "%s%s%s", library, *others ? ":" : "", others);
+	spank_setenv(spank, "LD_PRELOAD", value, 1);
+	spank_setenv(spank, "NCCL_GRAPH_REGISTER", "0", 0);
+}
+
 /* Unblocks SIGTERM, which slurmstepd's tasks block until they are executed, so that a waiting task can be canceled. */
 int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 {
@@ -234,6 +262,8 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 		spank_setenv(spank, "CADENZA_BATCH", job.batch_per_gpu ? "per-gpu" : "global", 1);
 	if (job.managed && job.late) /* cadenza run then asks for the lease before the first use of a GPU */
 		spank_setenv(spank, "CADENZA_LATE", "1", 1);
+	if (job.managed && job.graphs)
+		preload(spank);
 	snprintf(start, sizeof(start), "%u.%u", job.id, job.restart);
 	if (job.step == SLURM_BATCH_SCRIPT || job.step == SLURM_INTERACTIVE_STEP)
 		spank_setenv(spank, START_VARIABLE, start, 1);

@@ -27,6 +27,7 @@ struct options {
 	long duration_s;
 	bool batch_per_gpu;
 	bool late;
+	bool graphs;
 	bool checkpoints; /* only checked here: the service reads the comment, where it may be absent */
 };
 
@@ -54,6 +55,7 @@ struct job {
 	char options[MAX_OPTIONS]; /* the text, if options_parse has accepted it */
 	bool batch_per_gpu; /* rule for the script's batch on another number of GPUs */
 	bool late; /* it asks for its lease by itself, when it needs its GPUs */
+	bool graphs; /* its device addresses stay at a yield */
 };
 
 enum verdict {
@@ -90,6 +92,13 @@ int job_requeue(uint32_t id);
 /* leftover.c: kills the remaining processes of this batch step, and waits at most 0.2 s for their end. */
 void leftover_end(void);
 
+/*
+ * preload.c: the library of addresses that stay, which the agent links beside its socket. preload_find resolves the link,
+ * false without one. preload_without removes it from a value of LD_PRELOAD.
+ */
+bool preload_find(const struct config *config, char *path);
+void preload_without(char *preload);
+
 /* agent.c: messages to the agent, and the handover from the prolog to the job's tasks. */
 enum sharing { SHARING_UNSET, SHARING_NO, SHARING_YES };
 /* Announces that a job waits and the agent's reason; without a reason that it goes on. */
@@ -99,6 +108,7 @@ void agent_report_end(uint32_t id, const struct config *config);
 enum sharing comment_sharing(const char *comment);
 bool comment_batch_per_gpu(const char *comment);
 bool comment_late(const char *comment);
+bool comment_graphs(const char *comment);
 void handover_write(const struct config *config);
 bool handover_read(const struct config *config, struct job *job, enum sharing *sharing);
 void handover_remove(const struct config *config);

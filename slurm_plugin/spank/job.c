@@ -83,6 +83,7 @@ static void read_options(spank_t spank, struct job *job, enum sharing sharing)
 		job->managed = options.share;
 		job->batch_per_gpu = options.batch_per_gpu;
 		job->late = options.late;
+		job->graphs = options.graphs;
 	}
 	snprintf(job->options, sizeof(job->options), "%s", flag && strcmp(flag, "(null)") ? flag : "");
 }

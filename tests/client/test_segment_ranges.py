@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from cadenza.sidecar import wire
+from cadenza.sidecar.agent.addresses import link
 from cadenza.sidecar.client.bootstrap import run_script
-from cadenza.sidecar.client.offload.addresses import preloaded
+from cadenza.sidecar.client.offload.addresses import address_survey, preloaded
 from cadenza.sidecar.client.offload.addresses.segment_ranges import plan
 from cadenza.sidecar.client.offload.copy_plan import AddressPlan
 
@@ -58,14 +60,21 @@ def test_segments_that_the_library_has_not_served_give_the_reason() -> None:
 def test_the_command_gets_the_library_only_if_it_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = tmp_path / preloaded.NAME
-    monkeypatch.setattr(preloaded, "PLACES", (place,))
+    place = tmp_path / "package" / preloaded.NAME
+    place.parent.mkdir()
+    monkeypatch.setenv(wire.SOCKET_ENV, str(tmp_path / "agent.sock"))
+    monkeypatch.setattr(preloaded, "PACKAGE", tmp_path / "none")
     asks = {preloaded.ADDRESSES_ENV: preloaded.STAY, "LD_PRELOAD": "/other.so"}
     assert run_script.with_addresses({}) == {}
     assert run_script.with_addresses(asks) == asks
-    assert str(place) in capsys.readouterr().err
+    assert preloaded.NAME in capsys.readouterr().err
+    assert "no agent on this host has" in str(address_survey.missing())
     place.touch()
+    link.link(place, tmp_path)
+    assert "--cadenza=graphs" in str(address_survey.missing())
     found = run_script.with_addresses(asks)
     assert found["LD_PRELOAD"] == f"{place}:/other.so"
     assert found[preloaded.NCCL_GRAPHS] == "0"
     assert run_script.with_addresses(found) == found, "a command within the command"
+    twice = run_script.with_addresses({**found, "LD_PRELOAD": f"/elsewhere/{preloaded.NAME}:/other.so"})
+    assert twice == found, "the plugin's, and that of the client's own environment"

@@ -18,6 +18,7 @@ class Options(ctypes.Structure):
         ("duration_s", ctypes.c_long),
         ("batch_per_gpu", ctypes.c_bool),
         ("late", ctypes.c_bool),
+        ("graphs", ctypes.c_bool),
         ("checkpoints", ctypes.c_bool),
     )
 
@@ -44,6 +45,7 @@ class Job(ctypes.Structure):
         ("options", ctypes.c_char * 256),
         ("batch_per_gpu", ctypes.c_bool),
         ("late", ctypes.c_bool),
+        ("graphs", ctypes.c_bool),
     )
 
 

@@ -19,7 +19,9 @@ WORDS = {0: None, 1: False, 2: True}
 
 KEYS = st.sampled_from(['"cadenza"', '"c\\u0061denza"', '"x"', '"share"', '"comment"'])
 OPTIONS = st.dictionaries(
-    st.sampled_from(["share", "v", "late", "checkpoints", "batch", "why", "held", "model", "cadenza", "min_gpus"]),
+    st.sampled_from(
+        ["share", "v", "late", "graphs", "checkpoints", "batch", "why", "held", "model", "cadenza", "min_gpus"]
+    ),
     st.sampled_from([True, False, 1, 2, "per-gpu", "}", '"share":false', {"cadenza": {}}, None]),
     max_size=3,
 ).map(json.dumps)
@@ -70,6 +72,7 @@ class Submission:
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example('{"x":{"cadenza":{}}}', False)
 @example('{"cadenza":{"late":true,"model":"a"}}', False)
+@example('{"cadenza":{"graphs":true,"model":"a"}}', False)
 @example('{"cadenza":{"model":"}","share":false}}', True)
 @example('{"a":"\\"cadenza\\":{","b":{"cadenza":{"share":false}}}', False)
 @given(COMMENTS, st.booleans())
@@ -86,6 +89,7 @@ def test_script_plugin_and_service_read_the_same(library: ctypes.CDLL, comment: 
     if found is not None:
         assert library.comment_batch_per_gpu(left) == (found.options.batch == "per-gpu")
         assert library.comment_late(left) == found.options.late
+        assert library.comment_graphs(left) == json.loads(left)["cadenza"].get("graphs", False)
 
 
 SUBMISSION = Submission()

@@ -67,8 +67,17 @@ def test_a_job_asks_for_its_lease_by_itself_only_if_it_says_so(library: ctypes.C
 
 
 @pytest.mark.parametrize(
+    ("text", "graphs"), [("", False), ("graphs", True), ("graphs=yes", True), ("graphs=no", False), ("off", False)]
+)
+def test_addresses_stay_only_if_a_job_says_so(library: ctypes.CDLL, text: str, *, graphs: bool) -> None:
+    options, why = parse(library, text)
+    assert (options.graphs, why) == (graphs, "")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("graphs=on", "graphs is yes or no, not 'on'"),
         ("late=1", "late is yes or no, not '1'"),
         ("checkpoints=", "checkpoints is yes or no, not ''"),
         ("batch=all", "batch is global or per-gpu, not 'all'"),
@@ -124,6 +133,9 @@ items = st.one_of(
 @example(items=["batch=per-gpu"])
 @example(items=["late"])
 @example(items=["late=no"])
+@example(items=["graphs"])
+@example(items=["graphs=no"])
+@example(items=["graphs=1"])
 @example(items=["checkpoints"])
 @example(items=["checkpoints=no"])
 @example(items=["checkpoints=true"])

@@ -38,8 +38,7 @@ def with_addresses(environ: dict[str, str]) -> dict[str, str]:
         return environ
     place = preloaded.path()
     if place is None:
-        places = " or ".join(map(str, preloaded.PLACES))
-        sys.stderr.write(f"cadenza run: there is no {places}: device addresses change at a yield\n")
+        sys.stderr.write(f"cadenza run: no agent here has {preloaded.NAME}: device addresses change at a yield\n")
         return environ
     return preloaded.environment(environ, place)
 

@@ -12,6 +12,7 @@ from typing import Any
 from cadenza.sidecar.client.offload import device, fixed_addresses, storages
 from cadenza.sidecar.client.offload.addresses import preloaded, segment_ranges
 from cadenza.sidecar.client.offload.copy_plan import AddressPlan
+from cadenza.sidecar.client.offload.process_look import ProcessLook
 from cadenza.sidecar.client.offload.storages import Survey
 
 HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
@@ -29,7 +30,13 @@ class _Told:
 _told = _Told()
 
 
-def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False, everything: bool = False) -> Survey:
+def survey(
+    sources: Iterable[tuple[str, object]],
+    *,
+    refuse_resident: bool = False,
+    everything: bool = False,
+    before: ProcessLook | None = None,
+) -> Survey:
     """Find what moves with its addresses kept, all of torch's memory; else survey the storages of the sources.
 
     The reason why addresses cannot stay is logged once, and added to a refusal of the storages.
@@ -40,7 +47,7 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     if found != _told.reason:
         _told.reason = found
         _log.warning("device addresses change at a yield: %s", found)
-    result = storages.survey(sources, refuse_resident=refuse_resident, everything=everything)
+    result = storages.survey(sources, refuse_resident=refuse_resident, everything=everything, before=before)
     return replace(result, refusal=f"{result.refusal}; addresses cannot stay: {found}") if result.refusal else result
 
 
@@ -50,7 +57,7 @@ def look() -> AddressPlan | str:
     if accelerator is None:
         return "the process uses no GPU"
     if library is None:
-        return f"{preloaded.NAME} was not loaded when the process started: start the script by `cadenza run --graphs`"
+        return missing()
     if error := library.counters().no_driver:
         return f"the library cannot use the driver (error {error})"
     refusal = fixed_addresses.allocator_refusal(accelerator.module.get_allocator_backend()) or _registered()
@@ -59,6 +66,16 @@ def look() -> AddressPlan | str:
         return refusal
     served = {one.address: (one.number, one.size) for one in library.segments()}
     return segment_ranges.plan(snapshot, served)
+
+
+def missing() -> str:
+    """Return the reason why the library is not in this process, and what its user or admin does about it."""
+    if preloaded.path() is None:
+        return f"no agent on this host has {preloaded.NAME}, or it is not in this container"
+    return (
+        f"{preloaded.NAME} was not loaded when the process started: submit the job with --cadenza=graphs, "
+        "or start the script by `cadenza run --graphs`"
+    )
 
 
 def _registered() -> str | None:

@@ -8,12 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cadenza.sidecar import wire
+
 ADDRESSES_ENV = "CADENZA_ADDRESSES"
 """Set to STAY by ``cadenza run --graphs``, or by the user: the process asks for addresses that stay."""
 STAY = "stay"
 NAME = "libcadenza-addresses.so"
-PLACES = (Path(__file__).resolve().parents[3] / "agent" / "addresses" / NAME, Path("/usr/lib/cadenza") / NAME)
-"""The place in this tree after `make`, and the one after `make install`."""
+PACKAGE = Path(__file__).resolve().parents[3] / "agent" / "addresses" / NAME
+"""The library where the agent is installed with this client."""
 NCCL_GRAPHS = "NCCL_GRAPH_REGISTER"
 """NCCL registers the buffers of captured collectives with the other ranks, whose mappings would not survive a yield."""
 OUT_OF_MEMORY = 2
@@ -95,12 +97,16 @@ def library() -> Library | None:
 
 
 def path() -> Path | None:
-    """Return the place of the library on this host, None without one."""
-    return next((place for place in PLACES if place.is_file()), None)
+    """Return the place of the library on this host, None without one.
+
+    The agent links that of its own package next to its socket, which may be in another environment than this client.
+    """
+    link = Path(os.environ.get(wire.SOCKET_ENV) or wire.DEFAULT_SOCKET).with_name(NAME)
+    return next((place.resolve() for place in (link, PACKAGE) if place.is_file()), None)
 
 
 def environment(environ: Mapping[str, str], place: Path) -> dict[str, str]:
-    """Return the environment of a program that gets the library."""
-    others = [one for one in environ.get("LD_PRELOAD", "").replace(":", " ").split() if one != str(place)]
+    """Return the environment of a program that gets the library; two of them would both serve cudaMalloc."""
+    others = [one for one in environ.get("LD_PRELOAD", "").replace(":", " ").split() if Path(one).name != NAME]
     preload = os.pathsep.join([str(place), *others])
     return {NCCL_GRAPHS: "0", **environ, "LD_PRELOAD": preload, ADDRESSES_ENV: STAY}
