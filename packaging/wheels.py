@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Build the wheels of cadenza-client, cadenza-agent and cadenza from this tree; needs setuptools alone.
+"""Build the wheels of cadenza-client, cadenza-agent and cadenza from this tree.
+
+It needs setuptools, make and a C compiler.
 
 Usage: packaging/wheels.py FOLDER
 
 Each file is in one wheel: cadenza-client has what the client imports, cadenza-agent what else the agent imports, and
-cadenza the rest. The metadata are in the setup.cfg of the folders here; the version is that of the tree's setup.cfg.
+cadenza the rest. The library in C that jobs preload is in the agent's wheel, which therefore fits this kind of machine
+only. The metadata are in the setup.cfg of the folders here; the version is that of the tree's setup.cfg.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import configparser
 import contextlib
 import shutil
 import string
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("policies", "profiler", "sidecar", "slurm_plugin")
 FOUNDATIONS = {"client": "cadenza.sidecar.client", "agent": "cadenza.sidecar.agent"}
 """Distributions that the later ones depend on, and the package that each is there for."""
+
+
+MACHINE = sysconfig.get_platform()
+LIBRARY = ROOT / "sidecar" / "agent" / "addresses" / "libcadenza-addresses.so"
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -63,6 +72,7 @@ def distributions() -> dict[str, set[Path]]:
         taken |= needed
         found[name] = {known[module] for module in needed}
     found["cadenza"] = {file for module, file in known.items() if module not in taken}
+    found["agent"].add(LIBRARY)
     # Data files belong to the last distribution, the mark of a typed package to its __init__.py.
     for file in (file for pattern in ("py.typed", "data/*", "templates/*") for file in tree_files(pattern)):
         owner = next((name for name, files in found.items() if file.with_name("__init__.py") in files), "cadenza")
@@ -88,7 +98,7 @@ def build(name: str, files: set[Path], folder: Path) -> str:
         for file in ("LICENSE", "README.md"):
             shutil.copy(ROOT / file, stage)
         metadata = string.Template((ROOT / "packaging" / name / "setup.cfg").read_text())
-        Path(stage, "setup.cfg").write_text(metadata.substitute(version=tree["metadata"]["version"]))
+        Path(stage, "setup.cfg").write_text(metadata.substitute(version=tree["metadata"]["version"], machine=MACHINE))
         with contextlib.chdir(stage), contextlib.redirect_stdout(sys.stderr):
             return build_meta.build_wheel(str(folder))
 
@@ -97,6 +107,7 @@ def main() -> None:
     """Build all wheels into the folder that the command line names."""
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["make", "--silent", "-C", str(LIBRARY.parent)], check=True)
     for name, files in distributions().items():
         sys.stdout.write(f"{folder / build(name, files, folder)}\n")
 

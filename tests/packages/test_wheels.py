@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import ctypes
 import json
 import os
 import re
@@ -25,6 +26,7 @@ CLIENT, AGENT, WHOLE = "cadenza-client", "cadenza-agent", "cadenza"
 OLDEST = 9
 """Minor version of the oldest Python that the client supports."""
 CLIENT_BYTES = 500_000
+LIBRARY = "cadenza/sidecar/agent/addresses/libcadenza-addresses.so"
 
 pytestmark = pytest.mark.packages
 
@@ -133,15 +135,16 @@ def test_each_file_of_the_tree_is_in_one_wheel(wheels: dict[str, Path]) -> None:
         ["git", "ls-files", "policies", "profiler", "sidecar", "slurm_plugin"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    installed = {
-        f"cadenza/{file}" for file in tracked if not file.startswith(("slurm_plugin/spank", "slurm_plugin/lua"))
-    }
+    elsewhere = ("slurm_plugin/spank", "slurm_plugin/lua")
+    sources = ("sidecar/agent/addresses/addresses.", "sidecar/agent/addresses/Makefile")
+    installed = {f"cadenza/{file}" for file in tracked if not file.startswith(elsewhere + sources)} | {LIBRARY}
     together = [file for wheel in wheels.values() for file in files(wheel)]
     assert sorted(together) == sorted(installed)
 
 
 def test_the_clients_wheel_is_small_and_has_the_client_alone(wheels: dict[str, Path]) -> None:
     shared = {f"cadenza/sidecar/{name}" for name in ("__init__.py", "wire.py", "py.typed")}
+    assert [wheels[name].stem.endswith("-py3-none-any") for name in (CLIENT, AGENT, WHOLE)] == [True, False, True]
     assert {file for file in files(wheels[CLIENT]) if not file.startswith("cadenza/sidecar/client/")} == shared
     assert wheels[CLIENT].stat().st_size < CLIENT_BYTES
     assert [one for one in required(wheels[CLIENT]) if not one.marker] == []
@@ -235,6 +238,10 @@ def test_the_agents_wheel_starts_the_agent(wheels: dict[str, Path], tmp_path: Pa
     assert not {"numpy", "scipy", "torch"} & alone.installed()
     assert "agent of this host" in alone.run("cadenza-agent", "--help")
     assert metadata.version("cadenza") in alone.run("cadenza-agent", "--version")
+    where = "from cadenza.sidecar.client.offload.addresses import preloaded; print(preloaded.path())"
+    library = alone.run("python", "-c", where).strip()
+    assert library.endswith(LIBRARY)
+    ctypes.CDLL(library).cadenza_addresses_resume()
 
 
 def test_cadenzas_wheel_starts_the_commands_and_the_service(whole: Environment) -> None:
