@@ -35,7 +35,7 @@ def test_a_storage_comes_back_on_its_stream(spilled: bool, tmp_path: Path, monke
     """A prefetcher's tensor would else be handed on while its own stream still reads it."""
     usual, prefetched = torch.ones(8), torch.ones(300_000)
     side = [(prefetched.data_ptr(), prefetched.nbytes, 77)]
-    monkeypatch.setattr(device_streams, "side_streams", lambda: side)
+    monkeypatch.setattr(device_streams, "streams", lambda _: side)
     allocated: list[tuple[int, int]] = []
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cadenza.sidecar.client.offload import fixed_addresses
+from cadenza.sidecar.client.offload.process_look import ProcessLook
 from cadenza.sidecar.client.offload.storages import survey
 
 SNAPSHOT = [
@@ -71,7 +72,7 @@ class TestProcessWithGpu:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: name)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("it would raise"))
-        ranges, refusal = fixed_addresses.inspect_process()
+        ranges, refusal = fixed_addresses.inspect_process(ProcessLook())
         assert ranges == []
         assert refusal is not None
         assert (name or "one that was plugged in") in refusal
@@ -82,14 +83,14 @@ class TestProcessWithGpu:
         """A graph that gc.freeze() has hidden keeps its pool, and would replay on addresses of others."""
         held, freed = segments
         freed.append(SNAPSHOT[3])
-        assert fixed_addresses.inspect_process() == ([], None)
+        assert fixed_addresses.inspect_process(ProcessLook()) == ([], None)
         held.append(SNAPSHOT[3])
-        ranges, refusal = fixed_addresses.inspect_process()
+        ranges, refusal = fixed_addresses.inspect_process(ProcessLook())
         assert [one.start for one in ranges] == [0x6000]
         assert refusal is not None
         assert "whose graph still lives" in refusal
 
 
 def test_a_process_that_has_used_no_gpu_is_not_searched() -> None:
-    assert fixed_addresses.inspect_process() == ([], None)
+    assert fixed_addresses.inspect_process(ProcessLook()) == ([], None)
     assert survey([("tensors", [torch.ones(1)])]).refusal is None

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from simulated_gpu import occupied
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import NoRoomError
 from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.process_look import ProcessLook
 from cadenza.sidecar.client.offload.storages import survey
 from cadenza.sidecar.client.session import communicators, job_session
 
@@ -92,6 +94,42 @@ def test_a_rank_gives_its_lease_back_before_it_enters_nccl(tmp_path: Path) -> No
         assert (left["needed_bytes"], left["regrown_bytes"]) == ([16 * MIB], [NCCL_BYTES])
         assert "10 MiB of NCCL" in full["no_room"]
         assert (backend.suspended, int(tensor.cpu().min())) == (False, 7)
+        client.detach()
+    finally:
+        patch.undo()
+        peer.die()
+
+
+def test_the_boundary_before_a_stop_looks_at_the_process(tmp_path: Path) -> None:
+    """It takes tenths of a second with millions of objects, and at the stop the GPU would wait for it."""
+    peer, patch, looked = Peer(tmp_path / "agent"), pytest.MonkeyPatch(), list[int]()
+    tensor = torch.full((MIB,), 7, dtype=torch.uint8, device="simulated")
+    patch.setattr(os, "environ", slurm_environment(peer.path))
+    ordered = threading.Event()
+
+    def agent() -> dict[str, Any]:
+        rank = peer.rank()
+        rank.stop_at(600, 1)
+        ordered.set()
+        assert rank.hear("arrived")["step"] == 600
+        rank.say("commit", order=1)
+        left = rank.hear("yielded")
+        rank.clear()
+        rank.say("resume", order=1)
+        rank.hear("resumed")
+        return left
+
+    try:
+        finish = Script(agent, peer).finish
+        session = client.attach(tensors=[tensor])
+        original = ProcessLook.ahead
+        patch.setattr(ProcessLook, "ahead", lambda: (looked.append(session.step), original())[1])
+        assert ordered.wait(60)
+        for _ in range(600):
+            session.boundary()
+        left = finish()
+        assert looked == [599]
+        assert 0 < left["survey_s"] < 60
         client.detach()
     finally:
         patch.undo()

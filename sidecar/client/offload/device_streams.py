@@ -25,12 +25,6 @@ def stream_of(ranges: list[tuple[int, int, int]], address: int) -> int:
     return ranges[index][2] if index >= 0 and address < ranges[index][0] + ranges[index][1] else 0
 
 
-def side_streams() -> list[tuple[int, int, int]]:
-    """Return the ranges of this process's device memory that belong to side streams, see ``streams``."""
-    accelerator = device.in_use()
-    return streams(accelerator.snapshot()) if accelerator else []
-
-
 def allocating_on(place: torch.device, stream: int) -> contextlib.AbstractContextManager[object]:
     """Return a context in which new memory of a device belongs to one of its streams, 0 being the default one.
 

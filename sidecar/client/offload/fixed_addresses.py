@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cadenza.sidecar.client.offload import device
+from cadenza.sidecar.client.offload.process_look import ProcessLook
 
 DEFAULT_POOL = (0, 0)
 """The caching allocator's own pool (``segment_pool_id`` in ``torch.cuda.memory_snapshot()``)."""
@@ -53,12 +53,12 @@ def private_ranges(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[
     return sorted(ranges, key=lambda one: one.start)
 
 
-def mem_pools(accelerator: device.Accelerator, objects: Iterable[Any] | None = None) -> list[tuple[int, int]]:
-    """Return the ids of the living ``torch.cuda.MemPool`` among some objects, by default all that Python knows."""
+def mem_pools(accelerator: device.Accelerator, objects: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return the ids of the living ``torch.cuda.MemPool`` among some objects."""
     mempool = getattr(accelerator.module, "MemPool", None)  # since torch 2.5
     if mempool is None:
         return []
-    return [thing.id for thing in (gc.get_objects() if objects is None else objects) if type(thing) is mempool]
+    return [thing.id for thing in objects if type(thing) is mempool]
 
 
 def owner_of(ranges: list[PrivateRange], address: int) -> str | None:
@@ -103,21 +103,20 @@ def idle_pool_refusal(ranges: Iterable[PrivateRange]) -> str | None:
     )
 
 
-def inspect_process() -> tuple[list[PrivateRange], str | None]:
+def inspect_process(look: ProcessLook) -> tuple[list[PrivateRange], str | None]:
     """Return this process's private ranges, and the reason why its allocator, graphs or pools forbid a move, if any do.
 
-    Not run on a GPU yet. Costs nothing in a process that has not used one.
+    Costs nothing in a process that has not used a GPU.
     """
     accelerator = device.in_use()
     if accelerator is None:
         return [], None
     if refusal := allocator_refusal(accelerator.module.get_allocator_backend()):
         return [], refusal
-    objects = gc.get_objects()
-    pools = mem_pools(accelerator, objects)
-    ranges = private_ranges(accelerator.snapshot(), pools)
+    pools = mem_pools(accelerator, look.objects)
+    ranges = private_ranges(look.snapshot, pools)
     graph = getattr(accelerator.module, "CUDAGraph", None)
-    refusal = graph_refusal(objects, graph, compiled=COMPILED in sys.modules) if graph else None
+    refusal = graph_refusal(look.objects, graph, compiled=COMPILED in sys.modules) if graph else None
     refusal = refusal or pool_refusal(ranges)
     if refusal is None and any(one.owner == GRAPH for one in ranges):
         accelerator.empty_cache()  # frees the pools whose graphs are gone

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cadenza.sidecar.client.offload import device, device_streams, exports, fixed_addresses, unregistered
 from cadenza.sidecar.client.offload.copy_plan import AddressPlan, aligned
+from cadenza.sidecar.client.offload.process_look import ProcessLook
 
 Named = tuple[str, torch.Tensor]
 
@@ -84,14 +85,20 @@ class Survey:
         return sum(segment.nbytes for segment in self.segments)
 
 
-def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False, everything: bool = False) -> Survey:
+def survey(
+    sources: Iterable[tuple[str, object]],
+    *,
+    refuse_resident: bool = False,
+    everything: bool = False,
+    before: ProcessLook | None = None,
+) -> Survey:
     """Find all storages of the sources and check each, moving nothing.
 
     If any storage is on a GPU, only device storages count: host memory gains nothing from a move. Otherwise host
     storages move, on the same path. A storage that cannot be released stays where it is; on a GPU, or with
     ``refuse_resident``, it refuses the stop, because the memory would not be free for the next job. So does memory
     of a GPU that belongs to nothing in the sources, above a limit; with ``everything`` all tensors that Python can see
-    there move as well.
+    there move as well. ``before`` is a look of a moment ago, after which only what is new in the process is looked for.
     """
     # 1. Find each storage once, under the name of the first tensor in it.
     segments: dict[int, Segment] = {}
@@ -103,16 +110,17 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
             segments[storage._cdata] = Segment(name, storage, storage.nbytes())  # noqa: SLF001
             reasons[storage._cdata] = _reason_to_stay(storage, tensor)  # noqa: SLF001
     # 2. Find the other tensors on the GPUs in use, if they move too or are too much to stay.
+    look = ProcessLook(before)
     memory = unregistered.in_use()
-    others = _others(segments, memory) if everything else {}
+    others = _others(segments, memory, look) if everything else {}
     segments |= others
     reasons |= dict.fromkeys(others)
     unknown = unregistered.excess(memory, _known_bytes(segments.values(), walk.buckets, memory))
-    named = {one.name: one.nbytes for one in (_others(segments, memory) if unknown else {}).values()}
+    named = {one.name: one.nbytes for one in (_others(segments, memory, look) if unknown else {}).values()}
     # 3. Keep storages to which others have a pointer, and those that share memory or lie at fixed addresses.
     exported = exports.reasons()
     overlaps = _overlaps(segments)
-    private, refusal = fixed_addresses.inspect_process()
+    private, refusal = fixed_addresses.inspect_process(look)
     for key, segment in segments.items():
         owner = None
         if private and device.of(segment.storage.device):
@@ -122,7 +130,7 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     on_gpu = any(device.of(segment.storage.device) for segment in segments.values())
     entries = [(one, reasons[key]) for key, one in segments.items() if not (on_gpu and _device(one) == "cpu")]
     # 5. Divide them into those that move and those that stay, and decide whether the stop is refused.
-    side = device_streams.side_streams() if refusal is None else []
+    side = device_streams.streams(look.snapshot) if refusal is None else []
     moving = tuple(_with_stream(segment, side) for segment, reason in entries if not reason)
     resident = (
         *(Resident(one.name, reason, one.nbytes, _device(one)) for one, reason in entries if reason),
@@ -278,11 +286,11 @@ def _device(segment: Segment) -> str:
 
 
 def _others(
-    segments: Mapping[int, Segment], devices: Mapping[torch.device, unregistered.DeviceMemory]
+    segments: Mapping[int, Segment], devices: Mapping[torch.device, unregistered.DeviceMemory], look: ProcessLook
 ) -> dict[int, Segment]:
     """Return the storages on some devices that Python can see, can be moved and are none of the segments."""
     found: dict[int, Segment] = {}
-    for thing in unregistered.live_tensors() if devices else ():
+    for thing in look.tensors if devices else ():
         for part, tensor in _plain("", thing):
             storage = _storage_of(tensor)
             if storage is None or storage.device not in devices:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ LIMIT_SHARE = 0.02
 workspaces of libraries, and what a loop keeps for a moment, such as its last loss."""
 MAX_NAMED = 3
 """Number of tensors that a refusal names."""
-TRACING = "torch._subclasses"
-"""Package of tensors without memory of their own, with which torch traces programs."""
 
 
 class DeviceMemory(NamedTuple):
@@ -57,14 +54,3 @@ def refusal(unknown: Mapping[torch.device, int], tensors: Mapping[str, int]) -> 
         f"{sizes} belong to nothing that was given to attach()"
         f"{f', such as {names}' if names else ''}: pass them, or use attach(..., everything=True)"
     )
-
-
-def live_tensors() -> Iterator[torch.Tensor]:
-    """Yield all tensors that Python's collector knows.
-
-    Tensors that only C++ refers to, such as saved activations, and those that gc.freeze() has hidden, are not found.
-    """
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if issubclass(kind, torch.Tensor) and not kind.__module__.startswith(TRACING):
-            yield thing

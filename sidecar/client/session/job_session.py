@@ -28,6 +28,7 @@ from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_mem
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
+    from cadenza.sidecar.client.offload.process_look import ProcessLook
     from cadenza.sidecar.client.offload.storages import Survey
 
 RESTORE_RETRIES = 20
@@ -92,6 +93,10 @@ class Session(StepCounters):
         """A requested checkpoint that frameworks save after the boundary: link, order, losses, what is saved."""
         self._link: Link | None = None
         self._offload: Offload | None = None
+        self._looked_ahead: ProcessLook | None = None
+        """The look at the process at the boundary before a stop's."""
+        self._survey_s = 0.0
+        """Time that the last survey took, while the job stood."""
         self._communicators = Communicators(0)
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
@@ -162,6 +167,12 @@ class Session(StepCounters):
         # A job's CPUs may change in mid-training, also a slow one's.
         ahead = max(1, LOOK_NS * steps // max(1, since_ns))
         self.memory_step = self._look_step = min(self._sample_step, self.step + ahead)
+        # Before a stop, the process is looked at: there the GPU still has work.
+        stop = self.words[STOP]
+        if stop == self.step + 1 and self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_YIELD:
+            self._look_ahead()
+        elif stop > self.step:
+            self.memory_step = self._look_step = min(self.memory_step, stop - 1)
 
     def _sample(self) -> None:
         """Record GPU memory, and serve everything that waits for a boundary."""
@@ -173,6 +184,22 @@ class Session(StepCounters):
                 self.memory_step = self.step + 1
         self._pin_ahead()
         _call_all((*self.looks,))
+
+    def _heed(self, message: Message) -> bool:
+        """Take in a message of the agent, in the link's thread; return True if no boundary waits for it.
+
+        The boundary before a stop looks at the process, see ``sample_memory``.
+        """
+        if message["type"] == "stop" and isinstance(step := message.get("step"), int):
+            self.memory_step = min(self.memory_step, step - 1)
+        return self.arrival.heed(message)
+
+    def _look_ahead(self) -> None:
+        """Look at all objects of the process, which takes tenths of a second where there are millions."""
+        if self.active and self._sources and gpu_memory():
+            from cadenza.sidecar.client.offload.process_look import ProcessLook  # noqa: PLC0415
+
+            self._looked_ahead = ProcessLook.ahead()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -214,6 +241,10 @@ class Session(StepCounters):
         memory, where torch reads the host copy. All savers of a session must succeed. The registration that is returned
         tells when nothing can be saved, and can be withdrawn.
         """
+        if "torch" in sys.modules:
+            from cadenza.sidecar.client.session import compiled_steps  # noqa: PLC0415
+
+            compiled_steps.prepare_to_follow()
         return self._savers.add(save, may, holds, away=away)
 
     def own_save(self, registration: Registration, saved: checkpoint_request.Saver) -> None:
@@ -254,7 +285,7 @@ class Session(StepCounters):
         self._communicators = Communicators(next(_sessions))
         resources.set_source(self)
         self.arrival.begin(who)
-        link = Link(path, self._greeting, self.words, self.arrival.heed)
+        link = Link(path, self._greeting, self.words, self._heed)
         reply = link.open()
         self._link = link
         if reply:
@@ -685,10 +716,14 @@ class Session(StepCounters):
 
         self._offload = self._offload or Offload()
         look = address_survey.survey if self.addresses_stay else survey
+        began, before, self._looked_ahead = monotonic_ns(), self._looked_ahead, None
         try:
-            result = look(self._sources, refuse_resident=self.refuse_resident, everything=self.everything)
+            result = look(
+                self._sources, refuse_resident=self.refuse_resident, everything=self.everything, before=before
+            )
         except Exception as error:  # noqa: BLE001 - torch, its extensions and the user's functions raise anything
             return Survey((), (), f"the state cannot be examined: {type(error).__name__}: {error}")
+        self._survey_s = (monotonic_ns() - began) / 1e9
         ranks = self._who.local_world_size if self._who else None
         refusal = result.refusal or self._offload.memory_refusal(
             result.segments, ranks or 1, self.spill_to, result.in_place
@@ -721,6 +756,8 @@ class Session(StepCounters):
     def _moved_report(self, moved: Moved | None, resident: Iterable[str]) -> Message:
         """Return the fields of ``yielded`` about a move, with the memory that each GPU must have for the way back."""
         report = _move_report(moved, resident)
+        if moved is not None:
+            report["survey_s"] = self._survey_s
         if moved is not None and moved.by_gpu:
             sizes = {gpu: max(out, self.peaks.get(gpu, 0) - left) for gpu, (out, left) in moved.by_gpu.items()}
             report["needed_bytes"] = _by_index(sizes)

@@ -29,6 +29,6 @@ def _synchronize() -> None:
     """Wait for the GPUs in use; the thread's own may have no context yet, and a wait would open one."""
     from cadenza.sidecar.client.offload import device  # noqa: PLC0415 - it imports torch
 
-    accelerator = device.in_use()
-    for place in accelerator.used() if accelerator else ():
-        accelerator.synchronize(place)
+    if accelerator := device.in_use():
+        for place in accelerator.used():
+            accelerator.synchronize(place)

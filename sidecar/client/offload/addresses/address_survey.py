@@ -94,6 +94,6 @@ def _registered() -> str | None:
 
 def _pools(accelerator: device.Accelerator, snapshot: Iterable[Any]) -> str | None:
     """Return the reason why memory pools of the script's own forbid it: buffers there may be registered with NCCL."""
-    pools = fixed_addresses.mem_pools(accelerator)
+    pools = fixed_addresses.mem_pools(accelerator, ProcessLook().objects)
     ranges = fixed_addresses.private_ranges(snapshot, pools)
     return fixed_addresses.pool_refusal(one for one in ranges if one.owner == fixed_addresses.POOL)
