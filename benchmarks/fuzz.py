@@ -49,7 +49,10 @@ from cadenza.sidecar.agent.state_files import LeaseFile
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
+from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
+from cadenza.slurm_plugin.cli.watch.watch_record import begin
+from cadenza.slurm_plugin.cli.watch.watch_view import Look, view
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
 from cadenza.slurm_plugin.gateway import slurm_json
@@ -65,6 +68,10 @@ from cadenza.slurm_plugin.sweep.journal import Reports, TrialState, read_state
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 ANSWERS, CLUSTER = TESTS / "cli", TESTS / "gateway" / "data" / "both-26.05"
 """Folders of recorded answers of Slurm's commands."""
+ACCOUNTS = b"""JobIDRaw|User|Partition|Submit|Start|End|AllocTRES|ReqTRES|Suspended|NodeList|Constraints|SubmitLine
+1|a|shared|9|9|99|cpu=1,gres/gpu:a100=2,gres/gpu=2,mem=1.5G|gres/gpu=2|00:00:05|node[1-2]|a100|b|sbatch --gres=gpu:2 x|y
+"""
+"""A table of sacct -P, with bars in its last columns."""
 USAGE = 2
 COMMAND_EVERY = 1000
 """Refused files of which one is given to its command."""
@@ -233,6 +240,27 @@ def cluster(data: bytes) -> object:
     return snapshot({"time_s": 1e9, "slurmctld_start_time": 1e9, "jobs": [], "nodes": slurm_json.read_nodes(data)[0]})
 
 
+def watched(data: bytes) -> object:
+    """Return the view of a watch of what squeue and scontrol print, whichever of the two it is."""
+    text = data.decode(errors="replace")
+    hosts = read_hosts(text, "F") if '"nodes"' in text[:20] else live_hosts()
+    jobs = read_queue(text, "F", hosts.site).jobs if '"jobs"' in text[:20] else ()
+    return view(Look(1e9, "c", "none", hosts, jobs), begin("c", None, 1e9))
+
+
+@cache
+def live_hosts() -> Hosts:
+    """Return the hosts of a recorded answer."""
+    return read_hosts((ANSWERS / "scontrol_node_live_26_05.json").read_text(), "F")
+
+
+def accounting(data: bytes) -> object:
+    """Return the past of an accounting, on nodes whose features are known."""
+    hosts = live_hosts()
+    records = read_job_records(text_in(data, "F"), "F")
+    return read_history(records, with_lanes(hosts.nodes, 2), None, features=hosts.features)
+
+
 def one_each(path: Path, kind: str) -> tuple[bytes, ...]:
     """Return the jobs or nodes of an answer of Slurm, each as an answer of its own without its empty fields."""
     records = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))[kind]
@@ -331,13 +359,19 @@ def of_files(folder: Path) -> list[Boundary]:
         ),
         Boundary(
             "accounting of Slurm",
-            lambda data: read_history(read_job_records(text_in(data, "F"), "F"), nodes, None), inputs,
-            ((ANSWERS / "sacct_26_05.json").read_bytes(),),
+            accounting, inputs, ((ANSWERS / "sacct_26_05.json").read_bytes(), ACCOUNTS),
             lambda path: ["whatif", "--sacct", str(path), "--nodes", "1x1:1:1"], ".json",
         ),
         Boundary(
-            "nodes of Slurm", lambda data: read_nodes(text_in(data, "F"), "F", 2), inputs,
+            "nodes of Slurm", lambda data: with_lanes(read_hosts(text_in(data, "F"), "F").nodes, 2), inputs,
             ((ANSWERS / "scontrol_node_26_05.json").read_bytes(),),
+        ),
+        Boundary(
+            "queue of a watch", watched, inputs,
+            (
+                *one_each(ANSWERS / "squeue_26_05.json", "jobs"),
+                *one_each(ANSWERS / "scontrol_node_live_26_05.json", "nodes"),
+            ),
         ),
         Boundary(
             "traces", lambda data: read_trace(text_in(data, "F"), "F", synergy_profiles()), inputs, (trace,),

@@ -89,6 +89,8 @@ class TraceJob:
     """Points that its user takes off its priority (sbatch --nice)."""
     gpu_type: str = ""
     """Type of GPU that it asks for; empty: any."""
+    barred: frozenset[str] = frozenset()
+    """Nodes on which it may not run, for they do not meet its constraint."""
     array: str = ""
     """The job array that it belongs to; empty: none."""
     array_limit: int | None = None

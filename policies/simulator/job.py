@@ -237,6 +237,7 @@ class SimJob:
             placement=self.placement,
             progress=self._progress() if trace.managed else None,
             gpu_type=trace.gpu_type,
+            barred=trace.barred,
         )
 
     def _progress(self) -> Progress:

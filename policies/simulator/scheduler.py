@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import ceil, inf
 from operator import attrgetter
@@ -121,6 +121,10 @@ class Scheduler:
     def of_type(self, gpu_type: str) -> int:
         """Return the nodes with GPUs of a type, as bits."""
         return bits_of(at for at, node in enumerate(self.nodes) if node.gpu_type == gpu_type)
+
+    def named(self, names: Collection[str]) -> int:
+        """Return the nodes with these names, as bits."""
+        return bits_of(at for at, node in enumerate(self.nodes) if node.name in names)
 
     # --- What happens to jobs ----------------------------------------------------------------------------
 

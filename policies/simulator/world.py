@@ -10,7 +10,7 @@ from math import inf
 
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.errors import InputError, SimulationError
-from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus, narrowest_jobs
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
@@ -82,6 +82,8 @@ class World:
             for name in {*self.types.values()} - {""}
         }
         """By type of GPU, then by partition; the type "" stands for all."""
+        self._widest_without: dict[tuple[str, frozenset[str]], dict[str, Node]] = {}
+        """The same without nodes that some jobs may not have."""
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
         self._touched: set[str] = set()
@@ -101,8 +103,13 @@ class World:
                     gpus[partition, gpu_type] += node.gpus if node.lane == 0 else 0
                 most_mb[partition] = max(most_mb[partition], node.memory_mb)
         for job in self._arrivals:
-            if job.gpus > (there := gpus[job.partition, job.gpu_type]):
+            there = gpus[job.partition, job.gpu_type]
+            if job.barred:
+                away = (node for node in nodes if node.name in job.barred and job.partition in node.partitions)
+                there -= sum(node.gpus for node in away if not node.lane and job.gpu_type in ("", node.gpu_type))
+            if job.gpus > there:
                 kind = f" of type {job.gpu_type}" if job.gpu_type else ""
+                kind += " on nodes that meet its constraint" if job.barred else ""
                 raise InputError(f"job {job.id} asks for {job.gpus} GPUs{kind}, the cluster has {there}")
             on_node = min(job.gpus, self._like(job).gpus)
             most_gb = most_mb[job.partition] / MB_PER_GB
@@ -194,6 +201,8 @@ class World:
         among = self.queue.nodes_of[trace.partition]
         if trace.gpu_type:
             among &= self.queue.of_type(trace.gpu_type)
+        if trace.barred:
+            among &= ~self.queue.named(trace.barred)
         if not trace.managed or not trace.gpus:  # further lanes are for those that opted in
             among &= self.queue.lanes[0]
         person = Person(trace.account, trace.user)
@@ -231,7 +240,14 @@ class World:
 
     def _like(self, trace: TraceJob) -> Node:
         """Return the widest node that a job may have: its parts for each GPU are what the job gets unasked."""
-        return self._widest[trace.gpu_type][trace.partition]
+        if not trace.barred:
+            return self._widest[trace.gpu_type][trace.partition]
+        key = trace.gpu_type, trace.barred
+        if key not in self._widest_without:
+            among = (node for node in self.nodes.values() if node.name not in trace.barred)
+            kept = [node for node in among if trace.gpu_type in ("", node.gpu_type)]
+            self._widest_without[key] = widest_nodes(kept)
+        return self._widest_without[key][trace.partition]
 
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
         """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
@@ -554,10 +570,11 @@ class World:
         for node in self.nodes.values():
             if node.lane == 0:
                 used = self._used[node.name][0] if held is None else held.get(node.host, 0)
-                hosts.append(HostGpus(node.gpus, node.gpus - used if node.up else 0, node.partitions, node.gpu_type))
+                idle = node.gpus - used if node.up else 0
+                hosts.append(HostGpus(node.gpus, idle, node.partitions, node.gpu_type, node.name))
         # A job at a limit of its account, QOS, array or license would not start on free GPUs.
         waiting = (
-            (job.trace.partition, job.trace.gpu_type, job.gpus)
+            (Wanted(job.trace.partition, job.trace.gpu_type, job.trace.barred), job.gpus)
             for job in self.live.values()
             if not job.running and (job.state != "PENDING" or not self.queue.limit(job.queued))
         )

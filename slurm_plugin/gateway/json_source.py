@@ -8,20 +8,31 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.commands import Refusal, command, json_answer, json_format
+from cadenza.slurm_plugin.gateway.comment import KEY
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
-from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, read_jobs, read_nodes, read_reservations
+from cadenza.slurm_plugin.gateway.slurm_json import (
+    SHARING,
+    NotSlurms,
+    Refused,
+    read_jobs,
+    read_nodes,
+    read_reservations,
+)
 from cadenza.slurm_plugin.gateway.supervisor import result_of
 from cadenza.slurm_plugin.gateway.verbs import Verbs
 
 log = logging.getLogger(__name__)
 
+Reader: TypeAlias = Callable[[bytes], tuple[list[dict[str, Any]], list[Refused]]]
+
 NO_JOB, NO_NODE = 2017, 2018
 """Slurm's numbers for a job and a node that it does not know; see slurm_errno.h."""
+COLUMNS = 2
 OPTIONS: Mapping[str, str] = {
     "required_nodes": "ReqNodeList", "memory_per_node": "MinMemoryNode", "cpus_per_task": "CPUsPerTask",
     "min_cpus_per_node": "NumCPUs", "state": "State", "reason": "Reason",
@@ -76,7 +87,9 @@ class SlurmCommands:
     error: type[Exception] = Refusal
 
     def __init__(self) -> None:
-        self._reported: set[str] = set()
+        self._reported: set[Refused] = set()
+        self._sharing: dict[tuple[int, int, str], str] = {}
+        """The way in which jobs share their nodes, where Slurm's JSON does not tell it."""
 
     def ping(self) -> dict[str, Any]:
         """Ping the primary slurmctld."""
@@ -89,7 +102,30 @@ class SlurmCommands:
 
     def jobs(self) -> Iterable[Any]:
         """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
-        return self._records(read_jobs, "squeue", "--all", "--states=all")
+        jobs = self._records(read_jobs, "squeue", "--all", "--states=all")
+        self._learn_sharing([job for job in jobs if job.resource_sharing is None and KEY in job.comment])
+        return jobs
+
+    def _learn_sharing(self, jobs: list[Record]) -> None:
+        """Ask how jobs that may have opted in share their nodes, once for each state of theirs.
+
+        From v0.0.45 on Slurm's JSON has neither ``shared`` nor what is to come in its place; squeue has a column.
+        """
+        keys = {(job.id, job.requeue_count, job.state): job for job in jobs}
+        self._sharing = {key: word for key, word in self._sharing.items() if key in keys}
+        missing = sorted(keys.keys() - self._sharing.keys())
+        if missing:
+            names = ",".join(str(number) for number, _, _ in missing)
+            words = ("squeue", "--all", "--states=all", "--noheader", f"--jobs={names}")
+            try:
+                lines = command(*words, "--Format=JobID:24,Exclusive:24").splitlines()
+            except Refusal as error:
+                log.warning("whether jobs share their nodes is not known: %s", printable(str(error)))
+                return
+            told = dict(line.split() for line in lines if len(line.split()) == COLUMNS)
+            self._sharing |= {key: SHARING.get(told.get(str(key[0]), "").lower(), "OK") for key in missing}
+        for key, job in keys.items():
+            job.fields["resource_sharing"] = self._sharing[key]
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
@@ -146,7 +182,7 @@ class SlurmCommands:
         """Change a node."""
         update(f"NodeName={name}", changes)
 
-    def _records(self, read: Callable[[bytes], tuple[list[dict[str, Any]], list[str]]], *words: str) -> list[Record]:
+    def _records(self, read: Reader, *words: str) -> list[Record]:
         """Return the records of an answer; those that cannot be read are logged once."""
         try:
             fields, refused = read(json_answer(*words))
@@ -154,7 +190,7 @@ class SlurmCommands:
             raise SlurmUnavailable(f"{' '.join(words)}: {error}") from None
         for problem in refused:
             if problem not in self._reported:
-                log.warning("%s: left out: %s", words[0], printable(problem))
+                log.warning("%s: left out: %s", words[0], printable(str(problem)))
         self._reported = set(refused)
         return [Record(one) for one in fields]
 

@@ -1,41 +1,34 @@
-"""Decoder of Slurm's JSON: jobs, nodes and reservations as the worker around pyslurm returns them (pure).
+"""The one reader of Slurm's JSON: jobs, nodes and reservations as the worker around pyslurm returns them (pure).
 
-Source: the data parser v0.0.42 of Slurm 24.11 to 26.05, ``squeue --json`` and ``scontrol show nodes --json``. A job or
-node that cannot be decoded costs itself only. Bytes of users need not be UTF-8.
+Source: the data parsers v0.0.42 to v0.0.46 of Slurm 24.11 to 26.11, by squeue and scontrol. A record that cannot be
+read costs itself only, and is counted by its reason. Bytes of users need not be UTF-8.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from itertools import product
-from math import prod
-from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import bounds
+from cadenza.slurm_plugin.gateway.slurm_values import Number, counts, hosts, state_of, tres
 
-MAX_RECORDS = 2**20
-MAX_HOSTS = 2**16
-"""Names that a list of nodes may stand for."""
+MAX_RECORDS = 10_000_000
+MOST_NAMED = 5
 ERRORS = (msgspec.MsgspecError, UnicodeError, ValueError, RecursionError)
-FLAGS = (
-    "COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
-    "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING",
-)  # fmt: skip
-"""Flags that stand for a job's state, the first of several (job_state_string() of Slurm's slurm_protocol_defs.c)."""
-SHARING = {"none": "NO", "oversubscribe": "YES", "user": "USER", "mcs": "MCS", "topo": "TOPO"}
-MB = {"": 1.0, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20, "P": 2.0**30}
-COUNTED = re.compile(
-    r"(?:^|,)(?P<name>[^,=()]+?)(?:[:=](?P<count>\d{1,12}(?:\.\d{1,6})?)(?P<unit>[KMGTP]?))?(?:\([^)]*\))?(?=,|$)",
-    re.ASCII,
-)
-"""A resource such as ``gres/gpu:a100:2``, ``gpu:a100:4(S:0-1)``, ``mem=62.50G`` in a list."""
-HOSTS = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
-RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+SHARING = {
+    "none": "NO", "true": "NO", "node": "NO", "oversubscribe": "YES", "yes": "YES", "user": "USER", "mcs": "MCS",
+    "topo": "TOPO",
+}  # fmt: skip
+"""Words of ``shared``, up to v0.0.44, and of ``exclusive`` and ``oversubscribe``, which are to come in its place."""
+LAST_WITH_SHARED = 44
+"""Later versions of the data parser have an empty ``shared``, which says nothing."""
 
 T = TypeVar("T")
 Text: TypeAlias = Annotated[str, Meta(max_length=2**20)]
@@ -44,17 +37,36 @@ Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=int(bounds.MAX_SECONDS))]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
-class Number(Struct, Generic[T], frozen=True):
-    """A number that Slurm may leave unset, or that has no limit."""
+class Refused(NamedTuple):
+    """One record that was left out."""
 
-    set: bool = False
-    infinite: bool = False
-    number: T | None = None
+    name: str
+    """Its own name, or its place."""
+    reason: str
 
-    @property
-    def value(self) -> T | None:
-        """Return the number, None without one."""
-        return self.number if self.set and not self.infinite else None
+    def __str__(self) -> str:
+        """Return it as a line of a log."""
+        return f"{self.name}: {self.reason}"
+
+
+def left_out(refused: Iterable[Refused], what: str) -> str:
+    """Return a sentence on records that were left out, by reason, the first few named; empty for none.
+
+    >>> left_out([Refused("job 7", "no end"), Refused("job 9", "no end")], "jobs")
+    '2 jobs cannot be read: no end (job 7, job 9).'
+    """
+    by_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for one in refused:
+        by_reason[one.reason].append(one.name)
+    total = sum(map(len, by_reason.values()))
+    several = len(by_reason) > 1
+    parts = []
+    for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1]))[:MOST_NAMED]:
+        more = f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+        number = f"{len(names)} with " if several else ""
+        parts.append(f"{number}{printable(reason, 200)} ({printable(', '.join(names[:MOST_NAMED]), 200)}{more})")
+    more = f"; {len(by_reason) - MOST_NAMED} other reasons" if len(by_reason) > MOST_NAMED else ""
+    return f"{total} {what} cannot be read: {'; '.join(parts)}{more}." if total else ""
 
 
 class _Signal(Struct, frozen=True):
@@ -94,12 +106,15 @@ class _Job(Struct, frozen=True):
     time_limit: Number[Count] = Number()
     exit_code: _Exit = _Exit()
     comment: Text = ""
+    admin_comment: Text = ""
     features: Text = ""
     command: Text = ""
     resv_name: Text = ""
     requeue: bool = False
     batch_flag: bool = False
     shared: Words = ()
+    exclusive: Text | Words = ""
+    oversubscribe: Text | Words = ""
     flags: Words = ()
     het_job_id: Number[Count] = Number()
     array_job_id: Number[Count] = Number()
@@ -113,11 +128,14 @@ class _Job(Struct, frozen=True):
     tres_per_job: Text = ""
     tres_per_node: Text = ""
     tres_per_task: Text = ""
+    tres_per_socket: Text = ""
+    sockets_per_node: Number[Count] = Number()
+    gres_detail: Words = ()
 
 
 class _Node(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    state: Annotated[Words, Meta(min_length=1)]
+    state: Words = ()
     hostname: Text = ""
     reason: Text = ""
     reason_set_by_user: Text = ""
@@ -130,6 +148,7 @@ class _Node(Struct, frozen=True):
     alloc_memory: bounds.Megabytes = 0
     free_mem: Number[bounds.Megabytes] = Number()
     gres: Text = ""
+    gres_used: Text = ""
     tres_used: Text = ""
     version: Text = ""
     weight: Count = 0
@@ -143,63 +162,102 @@ class _Reservation(Struct, frozen=True):
     node_list: Text = ""
 
 
-class _Jobs(Struct, frozen=True):
-    jobs: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)]
+class _Plugin(Struct, frozen=True):
+    data_parser: Text = ""
 
 
-class _Nodes(Struct, frozen=True):
-    nodes: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)]
+class _Meta(Struct, frozen=True):
+    plugin: _Plugin = _Plugin()
 
 
-class _Reservations(Struct, frozen=True):
-    reservations: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)]
+class _Answer(Struct, frozen=True):
+    """One of Slurm's answers; which one, its key tells."""
+
+    jobs: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
+    nodes: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
+    reservations: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
+    meta: _Meta = _Meta()
 
 
 class NotSlurms(Exception):  # noqa: N818
     """The answer as a whole is not Slurm's JSON of this kind."""
 
 
-def read_jobs(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the jobs of an answer, and why others could not be read; raise NotSlurms."""
-    return _records(data, _Jobs, _Job, job_fields)
+def read_jobs(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
+    """Return the jobs of an answer, and those that could not be read; raise NotSlurms."""
+    raws, version = raw_records(data, "jobs")
+    told = version <= LAST_WITH_SHARED
+    return records(raws, _Job, lambda job: job_fields(job, shared_told=told), "job")
 
 
-def read_nodes(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the nodes of an answer, and why others could not be read; raise NotSlurms."""
-    return _records(data, _Nodes, _Node, node_fields)
+def read_nodes(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
+    """Return the nodes of an answer, and those that could not be read; raise NotSlurms."""
+    return records(raw_records(data, "nodes")[0], _Node, node_fields, "node")
 
 
-def read_reservations(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the reservations of an answer, and why others could not be read; raise NotSlurms."""
-    return _records(data, _Reservations, _Reservation, reservation_fields)
+def read_reservations(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
+    """Return the reservations of an answer, and those that could not be read; raise NotSlurms."""
+    return records(raw_records(data, "reservations")[0], _Reservation, reservation_fields, "reservation")
 
 
-def _records(
-    data: bytes, whole: type[Any], kind: type[T], fields: Callable[[T], dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int]:
+    """Return the records of an answer, each still encoded, and the number of the data parser, 0 if it does not say."""
     try:
-        (raws,) = msgspec.structs.astuple(msgspec.json.decode(data, type=whole))
+        answer = msgspec.json.decode(data, type=_Answer)
     except ERRORS as error:
         raise NotSlurms(f"{error}; it begins with {data[:80]!r}") from None
-    records: list[dict[str, Any]] = []
-    refused: list[str] = []
+    found = getattr(answer, key)
+    if found is None:
+        raise NotSlurms(f"it has no {key}; it begins with {data[:80]!r}")
+    version = re.search(r"v0\.0\.(\d{1,4})$", answer.meta.plugin.data_parser, re.ASCII)
+    return found, int(version[1]) if version else 0
+
+
+def records(
+    raws: Iterable[msgspec.Raw], kind: type[T], fields: Callable[[T], dict[str, Any]], what: str
+) -> tuple[list[dict[str, Any]], list[Refused]]:
+    """Return the fields of the records that can be read, and the others with their reasons."""
+    found: list[dict[str, Any]] = []
+    refused: list[Refused] = []
     for at, raw in enumerate(raws):
         try:
-            record, unreadable = _record(bytes(raw), kind)
-            records.append(fields(record) | ({"unreadable": unreadable} if unreadable else {}))
+            record, unreadable = decoded(bytes(raw), kind)
+            found.append(fields(record) | ({"unreadable": unreadable} if unreadable else {}))
         except ERRORS as error:
-            refused.append(f"record {at}: {error}")
-    return records, refused
+            refused.append(Refused(name_of(raw, what, at), str(error)))
+    return found, refused
 
 
-def _record(data: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    """Return a record, and the names of its texts that are not UTF-8 and were left out."""
+def decoded(data: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """Return a record, and the names of its texts that are not UTF-8 and were left out.
+
+    What Slurm writes as null is left out, too: it is the same as nothing.
+    """
     try:
         return msgspec.json.decode(data, type=kind), []
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, msgspec.ValidationError):
         values = json.loads(data.decode("utf-8", "surrogateescape"))
+    if not isinstance(values, dict):
+        raise ValueError(f"a record is an object, not {type(values).__name__}")  # noqa: TRY004 (one error for all)
     unreadable = [name for name, value in values.items() if isinstance(value, str) and not _is_utf8(value)]
-    return msgspec.convert({name: value for name, value in values.items() if name not in unreadable}, kind), unreadable
+    values = {name: value for name, value in values.items() if name not in unreadable}
+    return msgspec.convert(_without_nulls(values), kind), unreadable
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value if one is not None] if isinstance(value, list) else value
+
+
+def name_of(raw: msgspec.Raw, what: str, at: int) -> str:
+    """Return the name of a record that may not be readable: its id or name, else its place."""
+    try:
+        values = json.loads(bytes(raw).decode("utf-8", "replace"))
+        name = values.get("job_id", values.get("name"))
+    except (*ERRORS, AttributeError):
+        name = None
+    return f"{what} {printable(str(name), 80)}" if isinstance(name, int | str) else f"{what}s[{at}]"
 
 
 def _is_utf8(text: str) -> bool:
@@ -210,13 +268,14 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def job_fields(job: _Job) -> dict[str, Any]:
-    """Return a job under the names of pyslurm's properties."""
+def job_fields(job: _Job, *, shared_told: bool = True) -> dict[str, Any]:
+    """Return a job under the names of pyslurm's properties, and some that it does not have."""
     cpus, nodes = job.cpus.value or 1, job.node_count.value or None
     per_cpu, per_node = job.memory_per_cpu.value or None, job.memory_per_node.value or None
     return {
         "id": job.job_id, "requeue_count": job.restart_cnt, "name": job.name, "user_name": job.user_name,
         "account": job.account, "partition": job.partition, "qos": job.qos, "state": state_of(job.job_state),
+        "base_state": job.job_state[0], "admin_comment": job.admin_comment,
         "state_reason": job.state_description or job.state_reason, "priority": job.priority.value, "cpus": cpus,
         "cpus_per_task": None if job.cpus_per_tres else job.cpus_per_task.value or 1,
         "min_cpus_per_node": job.minimum_cpus_per_node.value, "ntasks": job.tasks.value or 1, "num_nodes": nodes,
@@ -229,13 +288,14 @@ def job_fields(job: _Job) -> dict[str, Any]:
         "constraints": job.features.split(",") if job.features else [], "command": job.command,
         "reservation": job.resv_name,
         "is_requeueable": job.requeue, "is_batch_job": job.batch_flag,
-        "resource_sharing": SHARING.get(job.shared[0], "OK") if job.shared else "OK",
+        "resource_sharing": _sharing(job, shared_told=shared_told),
         "heterogeneous_id": job.het_job_id.value or None, "is_cronjob": "CRON_JOB" in job.flags,
         "array_id": job.array_job_id.value or None, "array_task_id": job.array_task_id.value,
         "array_tasks_waiting": job.array_task_string.rpartition("%")[0] or job.array_task_string or None,
-        "requested_tres": counts(job.tres_req_str), "allocated_tres": counts(job.tres_alloc_str),
+        "requested_tres": tres(job.tres_req_str), "allocated_tres": tres(job.tres_alloc_str),
         "tres_per_job": counts(job.tres_per_job), "tres_per_node": counts(job.tres_per_node),
-        "tres_per_task": counts(job.tres_per_task),
+        "tres_per_task": counts(job.tres_per_task), "tres_per_socket": counts(job.tres_per_socket),
+        "sockets_per_node": job.sockets_per_node.value, "gres_detail": list(job.gres_detail),
         "allocated_nodes": hosts(job.nodes), "required_nodes": hosts(job.required_nodes),
         "excluded_nodes": hosts(job.excluded_nodes),
     }  # fmt: skip
@@ -249,7 +309,8 @@ def node_fields(node: _Node) -> dict[str, Any]:
         "available_features": list(node.features), "effective_cpus": node.effective_cpus, "total_cpus": node.cpus,
         "real_memory": node.real_memory, "allocated_cpus": node.alloc_cpus, "allocated_memory": node.alloc_memory,
         "free_memory": node.free_mem.value, "configured_gres": counts(node.gres),
-        "allocated_tres": counts(node.tres_used), "slurm_version": node.version, "weight": node.weight,
+        "allocated_tres": tres(node.tres_used), "used_gres": counts(node.gres_used),
+        "slurm_version": node.version, "weight": node.weight,
         "reason_time": node.reason_changed_at.value or None, "slurmd_start_time": node.slurmd_start_time.value or None,
     }  # fmt: skip
 
@@ -259,52 +320,10 @@ def reservation_fields(one: _Reservation) -> dict[str, Any]:
     return {"name": one.name, "start_time": one.start_time.value or None, "nodes": hosts(one.node_list)}
 
 
-def state_of(states: tuple[str, ...]) -> str:
-    """Return the one state that stands for a job's base state and flags.
-
-    >>> state_of(("RUNNING", "COMPLETING"))
-    'COMPLETING'
-    """
-    return next((flag for flag in FLAGS if flag in states), states[0])
-
-
-def counts(text: str) -> dict[str, int]:
-    """Return the resources of a list by name, memory in MB; one without a count is 1.
-
-    >>> counts("cpu=2,mem=62.50G,gres/gpu:a100:3")
-    {'cpu': 2, 'mem': 64000, 'gres/gpu:a100': 3}
-    """
-    found = COUNTED.finditer(text)
-    return {one["name"]: int(float(one["count"] or 1) * MB[one["unit"] or ""]) for one in found}
-
-
-def hosts(text: str) -> list[str]:
-    """Return the names of a list of nodes; ValueError for a list that is none, or stands for too many.
-
-    >>> hosts("n[1-2,08-09]x,gpu1-l1")
-    ['n1x', 'n2x', 'n08x', 'n09x', 'gpu1-l1']
-    """
-    names: list[str] = []
-    words = HOSTS.findall(text)
-    if ",".join(words) != text:
-        raise ValueError(f"{text[:80]!r} is no list of nodes")
-    for word in words:
-        choices = [_numbers(part) if at % 2 else [part] for at, part in enumerate(re.split(r"[\[\]]", word))]
-        if len(names) + prod(map(len, choices)) > MAX_HOSTS:
-            raise ValueError(f"more than {MAX_HOSTS} nodes")
-        names += map("".join, product(*choices))
-    return names
-
-
-def _numbers(text: str) -> list[str]:
-    """Return the numbers of ranges such as ``1-2,08``, with their leading zeros."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        found = RANGE.fullmatch(part)
-        if found is None:
-            raise ValueError(f"{part[:80]!r} is no range of nodes")
-        begin, end = int(found[1]), int(found[2] or found[1])
-        if end - begin + len(numbers) >= MAX_HOSTS:
-            raise ValueError(f"more than {MAX_HOSTS} nodes")
-        numbers += [f"{number:0{len(found[1])}d}" for number in range(begin, end + 1)]
-    return numbers
+def _sharing(job: _Job, *, shared_told: bool) -> str | None:
+    """Return how a job shares its nodes, by pyslurm's word; None where Slurm does not tell."""
+    said = [*job.shared] if shared_told else []
+    for word in (job.exclusive, job.oversubscribe):
+        said += [word] if isinstance(word, str) else word
+    named = [SHARING[word.lower()] for word in said if word.lower() in SHARING]
+    return named[0] if named else "OK" if shared_told or any(said) else None

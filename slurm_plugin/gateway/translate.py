@@ -8,31 +8,24 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SiteRules, SlurmState
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SiteRules, SlurmState
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
+from cadenza.slurm_plugin.gateway.slurm_values import (
+    Raw,
+    gpu_count,
+    gpu_type,
+    job_gpus,
+    job_state,
+    node_gpus_used,
+    node_state,
+    wanted_type,
+)
 from cadenza.slurm_plugin.gateway.verbs import DYNAMIC
 
-Raw: TypeAlias = Mapping[str, Any]
-
-# squeue(1), JOB STATE CODES. A flag such as CONFIGURING hides the base state, which is then running.
-_STATES: Mapping[str, JobState] = {
-    "PENDING": "PENDING", "REQUEUE_HOLD": "PENDING", "RESV_DEL_HOLD": "PENDING", "SPECIAL_EXIT": "PENDING",
-    "RUNNING": "RUNNING", "CONFIGURING": "RUNNING", "RESIZING": "RUNNING", "SIGNALING": "RUNNING",
-    "STOPPED": "RUNNING", "POWER_UP_NODE": "RUNNING", "SUSPENDED": "SUSPENDED",
-}  # fmt: skip
 _STARTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
-_LEAVING = frozenset({"COMPLETING", "REQUEUED", "REQUEUE_FED", "STAGE_OUT", "UPDATE_DB"})
-# sinfo(1), NODE STATE CODES.
-_UP = frozenset({"IDLE", "MIXED", "ALLOCATED"})
-_NOT_NOW = frozenset({
-    "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "REBOOT_ISSUED",
-    "INVALID_REG",
-})  # fmt: skip
-_ASLEEP = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
 SLURMS_DRAINS = (
     "Prolog error",
     "Epilog error",
@@ -160,13 +153,6 @@ def run_s(raw: Raw, now_s: float) -> float | None:
     return float(raw["pre_suspension_time"] or 0) + max(now_s - since, 0.0) if since else None
 
 
-def job_state(state: str) -> JobState | None:
-    """Return our state for Slurm's state: OTHER while the job ends, None when it is gone."""
-    if state in _STATES:
-        return _STATES[state]
-    return "OTHER" if state in _LEAVING else None
-
-
 def options_of(raw: Raw) -> tuple[Options | None, str]:
     """Return the user's options, and the reason for which the job must be left alone all the same, else ""."""
     if "comment" in raw.get("unreadable", ()):
@@ -219,50 +205,6 @@ def unmanageable_reason(raw: Raw) -> str | None:
         (job_gpus(raw) == 0, "it has no GPUs that Slurm reports; AccountingStorageTRES must list gres/gpu"),
     )
     return next((reason for applies, reason in checks if applies), None) or unreadable_reason(raw)
-
-
-def job_gpus(raw: Raw) -> int:
-    """Return a job's number of GPUs: those that it has, or those that it asked for while it has none.
-
-    ``*_tres`` counts every form of request, given ``AccountingStorageTRES=gres/gpu``. Without that there are only
-    the requests per node, task or job that pyslurm can read.
-    """
-    for name in ("allocated_tres", "requested_tres"):
-        count = gpu_count(raw.get(name) or {})
-        if count:
-            return count
-    factors = (("gres_per_node", "num_nodes"), ("tres_per_node", "num_nodes"), ("tres_per_task", "ntasks"))
-    parts = (gpu_count(raw.get(name) or {}) * (raw.get(factor) or 1) for name, factor in factors)
-    return next((part for part in parts if part), gpu_count(raw.get("tres_per_job") or {}))
-
-
-def gpu_count(counts: Mapping[str, Any]) -> int:
-    """Return the GPUs among counted resources ``gpu``, ``gres/gpu``, ``gres:gpu`` or the same with ``:TYPE``.
-
-    Slurm lists a typed GPU twice, as ``gpu`` and as ``gpu:a100``: the untyped entry is the sum.
-    """
-    gpus = {_bare(name): int(count) for name, count in counts.items() if _is_gpu(name)}
-    return gpus.get("gpu") or sum(gpus.values())
-
-
-def gpu_type(counts: Mapping[str, Any]) -> str:
-    """Return the first GPU type named among counted resources, or ""."""
-    types = sorted(_bare(name).partition(":")[2] for name in counts if _is_gpu(name))
-    return next((name for name in types if name), "")
-
-
-def wanted_type(raw: Raw) -> str:
-    """Return the GPU type that a job asked for, as ``--gres=gpu:a100:1`` does, or ""."""
-    requests = (raw.get(name) or {} for name in ("gres_per_node", "tres_per_node", "tres_per_task", "tres_per_job"))
-    return next((name for name in map(gpu_type, requests) if name), "")
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("gres/").removeprefix("gres:")
-
-
-def _is_gpu(name: str) -> bool:
-    return _bare(name).split(":")[0] == "gpu"
 
 
 def job_memory_mb(raw: Raw) -> int:
@@ -364,20 +306,10 @@ def started_twice(raw: Raw) -> bool:
     return "DRAIN" in raw["state"] and (raw["reason"] or "").startswith(STARTED_TWICE)
 
 
-def is_up(state: Sequence[str]) -> bool:
-    """Return whether slurmctld would start jobs on a node if it were not drained; ``state``: the base and its flags."""
-    return bool(state) and state[0] in _UP and _NOT_NOW.isdisjoint(state)
-
-
-def is_asleep(state: Sequence[str]) -> bool:
-    """Return whether Slurm has powered a node down, which it wakes for a job by itself, or wakes it now."""
-    return bool(state) and state[0] in _UP and not _ASLEEP.isdisjoint(state)
-
-
 def node(raw: Raw, host: str, lane: int) -> Node:
     """Return one node; ``up`` means that slurmctld would start jobs on it if it were not drained."""
     base, *flags = raw["state"].split("+")
-    gres = raw["configured_gres"] or {}
+    gres, state = raw["configured_gres"] or {}, node_state((base, *flags))
     return Node(
         name=raw["name"],
         host=host,
@@ -387,13 +319,13 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         gpus=gpu_count(gres),
         gpu_type=gpu_type(gres),
         partitions=tuple(sorted(raw["partitions"] or ())),
-        up=is_up((base, *flags)),
-        asleep=is_asleep((base, *flags)),
+        up=state == "up",
+        asleep=state == "asleep",
         drained="DRAIN" in flags,
         drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
         dynamic=DYNAMIC in flags,
         weight=raw.get("weight") or 0,
         cpus_used=raw["allocated_cpus"] or 0,
         memory_used_mb=raw["allocated_memory"] or 0,
-        gpus_used=gpu_count(raw["allocated_tres"] or {}),
+        gpus_used=node_gpus_used(raw),
     )

@@ -19,7 +19,7 @@ from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
 from cadenza.slurm_plugin.gateway.site_rules import SiteReader
 
 FINISHED = frozenset({
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "EXPEDITING", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
 })  # fmt: skip
 OUR_DRAIN = "cadenza: "

@@ -23,11 +23,11 @@ from cadenza.slurm_plugin.cli.watch.first_decision import as_if_managed, hidden_
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob, read_queue
 from cadenza.slurm_plugin.cli.watch.watch_record import add, begin, decode, encode
 from cadenza.slurm_plugin.cli.watch.watch_view import Look, totals, view
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_live_hosts
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
 
 JOBS = {job.record.job: job for job in read_queue(QUEUE, "F").jobs}
-HOSTS = read_live_hosts(NODES, "F")
+HOSTS = read_hosts(NODES, "F")
 
 
 @pytest.fixture
@@ -62,27 +62,28 @@ def test_hosts_have_the_gpus_that_slurm_has_given_out():
         ("node1", 4, 3, 600), ("node2", 4, 2, 300),
     ]  # fmt: skip
     drained = NODES.replace('"state":["MIXED","PLANNED"]', '"state":["MIXED","DRAIN"]', 1)
-    assert [node.takes_jobs for node in read_live_hosts(drained, "F").nodes] == [False, True]
-    assert view(look()._replace(hosts=read_live_hosts(drained, "F")), begin("w5plain", None, AT_S)).idle_gpus == 2
+    assert [node.takes_jobs for node in read_hosts(drained, "F").nodes] == [False, True]
+    assert view(look()._replace(hosts=read_hosts(drained, "F")), begin("w5plain", None, AT_S)).idle_gpus == 2
     # A further lane of a host counts with its host.
     lane = NODES.replace('"name":"node2"', '"name":"node1-l1"').replace('"hostname":"node2"', '"hostname":"node1"')
-    merged = read_live_hosts(lane, "F")
+    lane = lane.replace('"lane0"', '"a"')
+    merged = read_hosts(lane, "F")
     assert (len(merged.nodes), merged.nodes[0].gpus_used) == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"jobs":[{}]}', r"F: jobs\[0\]: .*job_id"),
-        ('{"jobs":[{"job_id":-1,"job_state":["RUNNING"],"submit_time":{}}]}', r"F: jobs\[0\]: .*job_id"),
-        ('{"jobs":[{"job_id":1,"job_state":[],"submit_time":{}}]}', r"F: jobs\[0\]: .*job_state"),
+        ('{"jobs":[{}]}', r"`job_id` \(jobs\[0\]\)"),
+        ('{"jobs":[{"job_id":-1,"job_state":["RUNNING"],"submit_time":{}}]}', r"job_id` \(job -1\)"),
+        ('{"jobs":[{"job_id":1,"job_state":[],"submit_time":{}}]}', r"job_state` \(job 1\)"),
         ('{"jobs":[{"job_id":1,"job_state":["RUNNING"],"submit_time":{}}]}', "job 1 has no time of submission"),
-        (QUEUE.replace("gres/gpu=3", "gres/gpu=x"), r"F: jobs\[0\]: tres: 'gres/gpu=x' is not NAME=COUNT"),
+        (QUEUE.replace("gres/gpu=3", "gres/gpu=x"), "'gres/gpu=x' is not NAME=COUNT"),
     ],
 )
 def test_a_wrong_job_costs_itself_and_is_named(text, message):
     found = read_queue(text, "F")
-    assert re.search(f"jobs cannot be read .*{message}", found.note)
+    assert re.search(f"jobs cannot be read: .*{message}", found.note)
     assert len(found.jobs) < len(json.loads(text)["jobs"])
 
 
@@ -109,7 +110,7 @@ def test_hostile_answers_and_files_raise_the_decoders_error_only(value, changes)
     for read in (
         lambda: read_queue(json.dumps({"jobs": [value, job]}), "F"),
         lambda: read_queue(json.dumps({"jobs": [job]}), "F"),
-        lambda: read_live_hosts(json.dumps({"nodes": [node]}), "F"),
+        lambda: read_hosts(json.dumps({"nodes": [node]}), "F"),
         lambda: decode(json.dumps(json.loads(encode(begin("c", None, 1.0))) | {"hours": [value]}).encode(), "F"),
     ):
         try:
@@ -268,7 +269,7 @@ def test_without_gpus_in_the_accounted_resources_the_lists_of_gres_tell():
             one[name] = re.sub(",gres/gpu[^,]*", "", one[name])
     for one in nodes["nodes"]:
         one["tres_used"] = re.sub(",gres/gpu[^,]*", "", one["tres_used"])
-    assert [(node.gpus_used) for node in read_live_hosts(json.dumps(nodes), "F").nodes] == [3, 2]
+    assert [(node.gpus_used) for node in read_hosts(json.dumps(nodes), "F").nodes] == [3, 2]
     jobs = {job.record.job: job for job in read_queue(json.dumps(queue), "F").jobs}
     assert {number: job.record.gpus for number, job in jobs.items()} == {
         number: job.record.gpus for number, job in JOBS.items()
@@ -352,7 +353,7 @@ def test_wrong_words_wrong_answers_and_a_second_watch(slurm, tmp_path):
         assert "another cadenza watch writes it" in watch("--once").output
     slurm.answer(queue='{"jobs":[{"job_id":"x"}]}')
     shown = json.loads(watch("--once", "--json").stdout)
-    assert "1 jobs cannot be read (squeue: jobs[0]: " in " ".join(shown["notes"])
+    assert "squeue: 1 jobs cannot be read: " in " ".join(shown["notes"])
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):

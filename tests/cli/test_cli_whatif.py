@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import Node
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.queue_rules import Qos, Tier, Weights
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, read_nodes
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, read_job_records
 from cadenza.slurm_plugin.cli.whatif.runs import run_whatif
@@ -41,6 +42,10 @@ TABLE = f"""{HEAD}
 
 def whatif(*words: str) -> Result:
     return CliRunner().invoke(main, ["whatif", "--quiet", *words])
+
+
+def read_nodes(text: str, source: str, lanes: int, partition: str | None = None) -> tuple[Node, ...]:
+    return with_lanes(read_hosts(text, source, partition).nodes, lanes)
 
 
 def row(job: int, submit: int, start: int, end: int, gpus: int = 1, user: str = "ada") -> str:
@@ -358,7 +363,7 @@ def test_another_file_is_refused_by_name(text, message):
 
 def test_a_bad_record_of_a_site_costs_itself():
     facts = read_site([('{"qos": [{"name": 3}, {"name": "high", "priority": {"set": true, "number": 9}}]}', "F")])
-    assert (facts.queue.qos, facts.notes[0][:29]) == ({"high": Qos(9)}, "F: 1 records cannot be read (")
+    assert (facts.queue.qos, facts.notes[0][:29]) == ({"high": Qos(9)}, "F: 1 records cannot be read: ")
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -404,7 +409,7 @@ def node(name: str, gres: str, **changes: object) -> dict[str, object]:
     [
         (node("mig", "gpu:a100_1g.5gb:56(S:0-1)", cpus=48), "left out: mig (56 GPUs, 48 CPUs)"),
         (node("cloud", "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]), "powered down, and are left out: cloud"),
-        (node("bad", "gpu:a100:4", cpus="many"), "F: 1 nodes cannot be read (nodes[1]: "),
+        (node("bad", "gpu:a100:4", cpus="many"), "(node bad)"),
     ],
 )
 def test_a_host_that_cannot_be_simulated_costs_itself_and_is_named(odd, note):

@@ -33,7 +33,7 @@ class FakeSlurm:
             ("squeue", f"exec cat {folder}/queue"),
             (
                 "scontrol",
-                f'case "$2" in --json=list) exec cat {folder}/formats;; config) exec cat {folder}/config;; *) exec cat {folder}/nodes;; esac',
+                f'case "$2" in --json=list) f=formats;; config) f=config;; *) f=nodes;; esac; exec cat {folder}/$f',
             ),
         ):
             (folder / name).write_text(script + body + "\n")

@@ -36,7 +36,8 @@ from cadenza.slurm_plugin.gateway.errors import (
     StaleState,
 )
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
-from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, hosts, read_jobs, read_nodes, read_reservations
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, read_jobs, read_nodes, read_reservations
+from cadenza.slurm_plugin.gateway.slurm_values import hosts, job_gpus, node_state, wanted_type
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.gateway.verbs import FINISHED, NODES_S, RARE_S, TERMINATED
@@ -129,7 +130,7 @@ def test_any_change_of_a_job_is_the_same(  # noqa: PLR0917
     [
         {"job_id": 0}, {"job_id": "1"}, {"job_state": []}, {"job_state": "RUNNING"}, {"cpus": 1}, {"cpus": number(-1)},
         {"start_time": number(10**30)}, {"nodes": "n[0-99999]"}, {"nodes": "n[a-b]"}, {"nodes": "n[1-9][1-9999]" * 3},
-        {"name": None}, {"shared": ["x"] * 5000},
+        {"name": ["x"]}, {"shared": ["x"] * 5000},
     ],
     ids=str,
 )  # fmt: skip
@@ -435,3 +436,98 @@ def test_no_setting_of_the_environment_selects_jobs(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("SQUEUE_USERS", "alice")
     monkeypatch.setenv("SLURM_CLUSTERS", "other")
     assert answer_of(("squeue", "--all"), 10.0) == "of \n"
+
+
+# --- What one source tells and another does not -----------------------------------------------------------
+
+
+def in_parser(version: str, *jobs: dict[str, Any]) -> bytes:
+    return json.dumps({"jobs": jobs, "meta": {"plugin": {"data_parser": f"data_parser/{version}"}}}).encode()
+
+
+def test_a_job_whose_requeue_is_expedited_is_pending_in_both_sources() -> None:
+    """The flag hides the base state, and both sources took such a job for a finished one."""
+    job = SHOWN[BY_NAME["later"]] | {"job_state": ["PENDING", "EXPEDITING"]}
+    (seen,) = snapshot(answer(shown([job]))).jobs
+    (other,) = snapshot(PYSLURM | {"jobs": [BY_ID[job["job_id"]] | {"state": "EXPEDITING"}]}).jobs
+    assert seen.state == other.state == "PENDING"
+    ends = job | {"job_state": ["PENDING", "COMPLETING", "EXPEDITING"]}
+    assert [one.state for one in snapshot(answer(shown([ends]))).jobs] == ["OTHER"]
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "sharing"),
+    [
+        ("v0.0.42", {"shared": ["user"]}, "USER"), ("v0.0.44", {"shared": []}, "OK"), ("v0.0.45", {"shared": []}, None),
+        ("v0.0.46", {"shared": [], "exclusive": "NODE"}, "NO"), ("v0.0.46", {"exclusive": ["true"]}, "NO"),
+        ("v0.0.46", {"shared": [], "exclusive": "NO", "oversubscribe": "YES"}, "YES"),
+        ("v0.0.46", {"exclusive": "NO", "oversubscribe": "NO"}, "OK"), ("v0.0.46", {"exclusive": "mcs"}, "MCS"),
+    ],
+)  # fmt: skip
+def test_how_a_job_shares_its_nodes_is_read_as_its_version_says_it(
+    version: str, words: dict[str, Any], sharing: str | None
+) -> None:
+    job = {name: value for name, value in SHOWN[BY_NAME["two"]].items() if name != "shared"}
+    (record,), _ = read_jobs(in_parser(version, job | words))
+    assert record["resource_sharing"] == sharing
+
+
+def test_where_the_json_does_not_tell_it_squeue_is_asked_once_for_jobs_that_opted_in(
+    commands: Calls, tmp_path: Path
+) -> None:
+    two, plain = SHOWN[BY_NAME["two"]] | {"shared": []}, SHOWN[BY_NAME["pin"]] | {"shared": [], "comment": ""}
+    number = two["job_id"]
+    column = f'echo "$*" >>{tmp_path}/asked; echo "{number}   NODE"'
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f'#!/bin/sh\ncase "$*" in *Format*) {column} ;; *) cat {tmp_path}/jobs.json ;; esac\n')
+    (tmp_path / "jobs.json").write_bytes(in_parser("v0.0.45", two, plain))
+    gateway = over_json()
+    for _ in range(2):
+        seen = {job.name: job for job in gateway.read().jobs}
+        assert seen["two"].unmanageable.startswith("--exclusive keeps other jobs off")
+    asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "Format" in line]
+    assert asked == [f"--all --states=all --noheader --jobs={number} --Format=JobID:24,Exclusive:24"]
+
+
+REQUESTS = (
+    ({"tres_alloc_str": "cpu=1,gres/gpu=3,gres/gpu:a100=3", "tres_per_job": "gres/gpu:a100:2"}, 3, "a100"),
+    ({"gres_detail": ["gpu:h100:4(IDX:0-3)"], "tres_per_job": "gres/gpu:2"}, 4, ""),
+    ({"gres_detail": ["gpu:(null):2(IDX:0,2)", "gpu:1(IDX:0)"]}, 3, ""),
+    ({"tres_req_str": "cpu=1,gres/gpu=6", "tres_per_node": "gres/gpu:t4:1", "node_count": number(2)}, 6, "t4"),
+    ({"tres_per_socket": "gres/gpu:a100:2", "sockets_per_node": number(2), "node_count": number(3)}, 12, "a100"),
+    ({"tres_per_socket": "gres/gpu:2"}, 2, ""), ({"tres_per_task": "gres/gpu=1", "tasks": number(5)}, 5, ""),
+    ({"tres_per_node": "gres/gpu:0"}, 0, ""), ({"tres_per_node": "gres/vgpu:8"}, 0, ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "gpus", "kind"), REQUESTS, ids=str)
+def test_the_gpus_of_a_job_are_those_of_its_tres_else_those_that_it_has_else_its_request(
+    words: dict[str, Any], gpus: int, kind: str
+) -> None:
+    """Without gres/gpu in AccountingStorageTRES there are no counts, and two readers once differed on the rest."""
+    bare = {"job_id": 7, "job_state": ["RUNNING"]}
+    (record,), _ = read_jobs(shown([bare | words]))
+    assert (job_gpus(record), wanted_type(record)) == (gpus, kind)
+
+
+def test_a_null_is_nothing_and_a_record_that_cannot_be_read_is_counted_by_its_reason() -> None:
+    nulls = SHOWN[BY_NAME["two"]] | {"time_limit": None, "nodes": None, "gres_detail": None, "user_name": None}
+    bad = [{"job_id": 5 + at, "job_state": "RUNNING"} for at in range(7)]
+    records, refused = read_jobs(shown([nulls, *bad, {"job_id": "x", "job_state": ["RUNNING"]}]))
+    assert [(one["id"], one["time_limit"], one["allocated_nodes"]) for one in records] == [(nulls["job_id"], None, [])]
+    text = left_out(refused, "jobs")
+    assert text.startswith("8 jobs cannot be read: 7 with ")
+    assert "(job 5, job 6, job 7, job 8, job 9 and 2 others); 1 with " in text
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ("IDLE+CLOUD", "up"), ("MIXED+CLOUD", "up"), ("ALLOCATED+PLANNED", "up"), ("IDLE+POWERED_DOWN", "asleep"),
+        ("IDLE+CLOUD+POWERING_DOWN", "asleep"), ("MIXED+CLOUD+NOT_RESPONDING+POWERING_UP", "asleep"),
+        ("IDLE+CLOUD+POWERED_DOWN+NOT_RESPONDING", "gone"), ("DOWN+CLOUD+POWERED_DOWN", "gone"), ("FUTURE", "gone"),
+        ("IDLE+FAIL", "gone"), ("IDLE+REBOOT_ISSUED", "gone"), ("UNKNOWN", "gone"), ("IDLE+DRAIN", "up"),
+    ],
+)  # fmt: skip
+def test_a_node_is_up_or_comes_when_it_is_asked_or_is_gone(state: str, found: str) -> None:
+    assert node_state(state.split("+")) == found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.idle_gpus import fits, free_gpus, waits_for_gpus
+from cadenza.policies.core.idle_gpus import Wanted, fits, free_gpus, waits_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.accounting.effects import Effect
@@ -169,7 +169,7 @@ def idle_and_waiting(last: Round) -> tuple[int, tuple[int, ...]]:
         for job in last.snapshot.jobs
         if job.opted_in
         and waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-        and fits(hosts, job.partition, job.gpus, job.num_nodes, job.gpu_type)
+        and fits(hosts, Wanted(job.partition, job.gpu_type, job.barred), job.gpus, job.num_nodes)
     ]
     return sum(host.idle for host in hosts), tuple(sorted(fit))
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.site.checks import Finding, Rule, rules_for
-from cadenza.slurm_plugin.gateway.slurm_json import hosts
+from cadenza.slurm_plugin.gateway.slurm_values import hosts
 from cadenza.slurm_plugin.gateway.translate import lane_of
 from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT, WEIGHT_STEP
 

@@ -24,7 +24,7 @@ from cadenza.policies.core.model import (
 )
 from cadenza.policies.sharing.preemption.standing import checkpoint_name
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import LiveHosts
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.service.observe.enrichment import with_progress
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, policy
@@ -45,7 +45,7 @@ def site_of(config: Mapping[str, str]) -> SiteRules:
     return SiteRules(multifactor=multifactor, weights=weights_of(config))
 
 
-def hidden_gpus(jobs: Sequence[QueueJob], hosts: LiveHosts) -> dict[str, int]:
+def hidden_gpus(jobs: Sequence[QueueJob], hosts: Hosts) -> dict[str, int]:
     """Return the GPUs of each host that Slurm has given to jobs which this user may not see."""
     shown: Counter[str] = Counter()
     for job in jobs:
@@ -55,7 +55,7 @@ def hidden_gpus(jobs: Sequence[QueueJob], hosts: LiveHosts) -> dict[str, int]:
 
 
 def as_if_managed(
-    jobs: Sequence[QueueJob], hosts: LiveHosts, hidden: Mapping[str, int], now_s: float, site: SiteRules
+    jobs: Sequence[QueueJob], hosts: Hosts, hidden: Mapping[str, int], now_s: float, site: SiteRules
 ) -> ClusterSnapshot:
     """Return the cluster as the service would see it, had all jobs opted in and kept checkpoints.
 
@@ -70,10 +70,10 @@ def as_if_managed(
         if job.waits or (job.state == "RUNNING" and job.record.gpus and names):
             found.append(_job(job, names, given, now_s))
     for at, (host, gpus) in enumerate(sorted(hidden.items())):
-        lease = _lease(((host, gpus),), given, 0.0)
+        lease, partition = _lease(((host, gpus),), given, 0.0), next(iter(by_host[host].partitions), "")
         found.append(
             Job(
-                JobKey(HIDDEN_IDS + at, 0), "", "", by_host[host].partitions[0], "", "RUNNING", gpus, 0, 0, 1, 0.0,
+                JobKey(HIDDEN_IDS + at, 0), "", "", partition, "", "RUNNING", gpus, 0, 0, 1, 0.0,
                 start_s=0.0, nodes=(host,), lease=replace(lease, exclusive=True), placement=(Share(host, gpus, 0, 0),),
             )
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _job(job: QueueJob, names: Sequence[tuple[str, int]], given: Counter[str], n
     base = Job(
         JobKey(record.job, 0), record.user, record.account, record.partition, record.qos, "PENDING", record.gpus,
         record.cpus, memory_mb, job.num_nodes, record.submit_s, state_reason=job.reason, time_limit_s=record.limit_s,
-        options=Options(checkpoints=True), slurm_priority=job.priority, gpu_type=record.gpu_type,
+        options=Options(checkpoints=True), slurm_priority=job.priority, gpu_type=record.gpu_type, barred=job.barred,
     )  # fmt: skip
     if not names:
         return base

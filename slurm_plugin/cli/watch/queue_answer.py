@@ -1,32 +1,17 @@
-"""Jobs of ``squeue --json`` (pure). Source: https://slurm.schedmd.com/squeue.html, JOB STATE CODES and REASON CODES."""
+"""Jobs of ``squeue --json`` as the watch takes them (pure)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.idle_gpus import WAITS_FOR_GPUS
-from cadenza.policies.core.model import JobState
-from cadenza.policies.core.text import printable
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import gpus_of
-from cadenza.slurm_plugin.cli.whatif.job_records import (
-    Count,
-    JobRecord,
-    RecordRow,
-    SlurmNumber,
-    Word,
-    gpus_in,
-    record_of,
-    tres_of,
-)
-from cadenza.slurm_plugin.gateway.slurm_json import counts
-from cadenza.slurm_plugin.gateway.translate import job_state
-
-MAX_JOBS = 1_000_000
-Text = Annotated[str, msgspec.Meta(max_length=65_536)]
+from cadenza.policies.core.idle_gpus import NOWHERE, Wanted
+from cadenza.policies.core.model import WAITING_REASONS, JobState
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, RecordRow, record_of
+from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, Refused, left_out, read_jobs
+from cadenza.slurm_plugin.gateway.slurm_values import Raw, gpus_each, job_gpus, job_state, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +28,20 @@ class QueueJob:
     placement: tuple[tuple[str, int], ...] = ()
     """The nodes that it has, and its GPUs there."""
     priority: int = 1
+    barred: frozenset[str] = NOWHERE
+    """Nodes that it may not have, by its constraint and its own exclusions."""
+    odd_constraint: bool = False
+    """Its constraint cannot be judged for each node by itself, so that it may have fewer nodes than it seems."""
 
     @property
     def waits(self) -> bool:
         """Return True if it would start on free GPUs."""
-        return self.state == "PENDING" and self.record.gpus > 0 and self.reason in WAITS_FOR_GPUS
+        return self.state == "PENDING" and self.record.gpus > 0 and self.priority > 0 and self.reason in WAITING_REASONS
 
-
-class _Allocated(msgspec.Struct, frozen=True):
-    name: Word
-
-
-class _Nodes(msgspec.Struct, frozen=True):
-    allocation: tuple[_Allocated, ...] = ()
-
-
-class _Resources(msgspec.Struct, frozen=True):
-    nodes: _Nodes | None = None
-
-
-class _Job(msgspec.Struct, frozen=True):
-    job_id: Count
-    job_state: Annotated[tuple[Word, ...], msgspec.Meta(min_length=1)]
-    submit_time: SlurmNumber
-    user_name: Word | None = ""
-    partition: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    state_reason: Word = ""
-    eligible_time: SlurmNumber = SlurmNumber()
-    start_time: SlurmNumber = SlurmNumber()
-    end_time: SlurmNumber = SlurmNumber()
-    suspend_time: SlurmNumber = SlurmNumber()
-    pre_sus_time: SlurmNumber = SlurmNumber()
-    time_limit: SlurmNumber = SlurmNumber()
-    node_count: SlurmNumber = SlurmNumber()
-    priority: SlurmNumber = SlurmNumber()
-    tres_req_str: Text = ""
-    tres_alloc_str: Text = ""
-    tres_per_job: Text = ""
-    tres_per_node: Text = ""
-    tres_per_task: Text = ""
-    tasks: SlurmNumber = SlurmNumber()
-    account: Word | None = ""
-    qos: Word | None = ""
-    gres_detail: tuple[Text, ...] = ()
-    job_resources: _Resources | None = None
+    @property
+    def wanted(self) -> Wanted:
+        """Return where it may start."""
+        return Wanted(self.record.partition, self.record.gpu_type, self.barred)
 
 
 class Queue(NamedTuple):
@@ -96,66 +51,53 @@ class Queue(NamedTuple):
     note: str = ""
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    jobs: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_JOBS)]
+def read_queue(text: str, source: str, site: Site | None = None) -> Queue:
+    """Return the jobs of an answer; raise InputError for one that is not squeue's. A bad job costs itself only.
 
-
-def read_queue(text: str, source: str) -> Queue:
-    """Return the jobs of an answer; raise InputError for one that is not squeue's. A bad job costs itself only."""
+    ``site``: the nodes, for the constraints of jobs.
+    """
     try:
-        rows = msgspec.json.decode(text, type=_Answer).jobs
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raws, refused = read_jobs(text)
+    except NotSlurms as error:
         raise InputError(f"{source}: not the JSON of squeue --json: {error}") from None
-    jobs, bad = [], []
-    for at, row in enumerate(rows):
-        where = f"{source}: jobs[{at}]"
+    jobs = []
+    for raw in raws:
         try:
-            jobs.append(_queue_job(msgspec.json.decode(row, type=_Job), where))
+            jobs.append(_queue_job(raw, source, site))
         except InputError as error:
-            bad.append(str(error))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            bad.append(f"{where}: {error}")
-    return Queue(tuple(jobs), f"{len(bad)} jobs cannot be read ({printable(bad[0], 200)})." if bad else "")
+            refused.append(Refused(f"job {raw['id']}", str(error)))
+    said = left_out(refused, "jobs")
+    return Queue(tuple(jobs), f"{source}: {said}" if said else "")
 
 
-def _queue_job(job: _Job, where: str) -> QueueJob:
-    # 1. Its state; a job that is over and whose nodes clean up still has its GPUs.
-    state = job_state(job.job_state[0])
-    over = state is None
-    if over and "COMPLETING" in job.job_state:
-        state = "OTHER"
-    # 2. Its times: Slurm shows expected ones for a start and an end that have not come.
-    tres = tres_of(job.tres_alloc_str or job.tres_req_str, f"{where}: tres")
-    if not gpus_in(tres):  # without gres/gpu in AccountingStorageTRES Slurm counts none there
-        detail = float(sum(map(gpus_of, job.gres_detail)))
-        tres |= {"gres/gpu": detail} if detail else _asked(job)
-    started = state != "PENDING" and bool(job.tres_alloc_str)
-    start_s = (job.start_time.value or 0.0) if started else 0.0
-    end_s = (job.end_time.value or 0.0) if over else 0.0
-    times = (job.submit_time.value or 0.0, job.eligible_time.value or 0.0, start_s, end_s)
-    limit_min, suspend_s = job.time_limit.value, job.suspend_time.value or 0.0
-    suspended_s = max(suspend_s - start_s - (job.pre_sus_time.value or 0.0), 0.0) if start_s and suspend_s else 0.0
-    row = RecordRow(job.job_id, job.user_name or "", job.partition, times, suspended_s, tres, "",
-                    job.account or "", job.qos or "", _asked(job))  # fmt: skip
-    record = record_of(row, None if limit_min is None else 60 * limit_min, where)
-    # 3. Its place: its GPUs on each node, evenly where Slurm does not say.
-    nodes = job.job_resources.nodes.allocation if started and job.job_resources and job.job_resources.nodes else ()
-    each = [gpus_of(text) for text in job.gres_detail]
+def _queue_job(raw: Raw, source: str, site: Site | None) -> QueueJob:
+    # 1. Its times: Slurm shows expected ones for a start and an end that have not come. A job that is over and whose
+    #    nodes clean up still has its GPUs.
+    state = job_state(raw["state"])
+    over = state is None or (state == "OTHER" and raw["base_state"] not in ("PENDING", "RUNNING", "SUSPENDED"))
+    started = state != "PENDING" and bool(raw["allocated_tres"] or raw["allocated_nodes"])
+    start_s = (raw["start_time"] or 0.0) if started else 0.0
+    end_s = (raw["end_time"] or 0.0) if over else 0.0
+    times = (raw["submit_time"] or 0.0, raw["eligible_time"] or 0.0, start_s, end_s)
+    suspend_s = raw["suspend_time"] or 0.0
+    suspended_s = max(suspend_s - start_s - (raw["pre_suspension_time"] or 0.0), 0.0) if start_s and suspend_s else 0.0
+    row = RecordRow(
+        raw["id"], raw["user_name"], raw["partition"], times, suspended_s,
+        raw["allocated_tres"] or raw["requested_tres"], job_gpus(raw), "", raw["account"], raw["qos"],
+        wanted(raw) or raw["requested_tres"], admin_comment=raw["admin_comment"],
+        constraint="&".join(raw["constraints"]), type_told=True,
+    )  # fmt: skip
+    record = record_of(row, None if raw["time_limit"] is None else 60 * raw["time_limit"], source)
+    # 2. Its place: its GPUs on each node, evenly where Slurm does not say.
+    nodes, each = raw["allocated_nodes"] if started else [], gpus_each(raw)
     if len(each) != len(nodes):
         each = [-(-record.gpus // max(len(nodes), 1))] * len(nodes)
-    reason = "" if job.state_reason == "None" else job.state_reason
-    held = state == "PENDING" and not job.priority.value
+    # 3. Why it waits, and where it may not start.
+    reason = "" if raw["state_reason"] == "None" else raw["state_reason"]
+    held = state == "PENDING" and not raw["priority"]
     return QueueJob(
-        record, state, "JobHeld" if held and not reason else reason, int(min(job.node_count.value or 1, 10**6)) or 1,
-        tuple((node.name, gpus) for node, gpus in zip(nodes, each, strict=True)),
-        int(min(job.priority.value or 0, 2**32)),
+        record, state, "JobHeld" if held and not reason else reason, min(raw["num_nodes"] or 1, 10**6),
+        tuple(zip(nodes, each, strict=True)), raw["priority"] or 0,
+        site.barred(raw) if site is not None and unreadable_reason(raw) is None else NOWHERE,
+        odd_constraint=state == "PENDING" and unreadable_reason(raw) is not None,
     )  # fmt: skip
-
-
-def _asked(job: _Job) -> dict[str, float]:
-    """Return the GPUs of a job's request by name, with their type where it names one."""
-    nodes, tasks = job.node_count.value or 1.0, job.tasks.value or 1.0
-    for text, times in ((job.tres_per_job, 1.0), (job.tres_per_node, nodes), (job.tres_per_task, tasks)):
-        if found := {name: count * times for name, count in counts(text).items() if name.startswith("gres/gpu")}:
-            return found
-    return {}

@@ -53,6 +53,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     account: Name = ""
     qos: Name = ""
     gpu_type: Name = ""
+    constraint: Name = ""
 
     @property
     def record(self) -> JobRecord:

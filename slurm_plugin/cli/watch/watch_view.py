@@ -16,15 +16,16 @@ from cadenza.policies.simulator.figures import bounded_slowdown
 from cadenza.slurm_plugin.cli.watch.first_decision import Step, as_if_managed, hidden_gpus, shipped_settings, steps
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
 from cadenza.slurm_plugin.cli.watch.watch_record import WatchRecord
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import LiveHosts
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts
 from cadenza.slurm_plugin.service.accounting.sharing_report import WidthRow, width_rows
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
 
 SCHEMA = "cadenza.watch/1"
 ASSUMPTIONS = (
     "Slurm does not say which jobs could take part: all are taken to opt in and to keep checkpoints. Where none does, "
-    "Cadenza changes nothing. A job fits where its GPUs are idle; CPUs, memory and constraints are not considered, and "
-    "neither are tiers, QOS and fair share. The waiting tasks of an array count as one job."
+    "Cadenza changes nothing. A job fits where GPUs of its partitions and type, on nodes that meet its constraint, are "
+    "idle; CPUs and memory are not considered, nor are tiers, QOS and fair share. The waiting tasks of an array count "
+    "as one job."
 )
 
 
@@ -35,7 +36,7 @@ class Look(NamedTuple):
     cluster: str
     private: str
     """Slurm's PrivateData."""
-    hosts: LiveHosts
+    hosts: Hosts
     jobs: tuple[QueueJob, ...]
     """Those in the partitions of the hosts, and on the hosts."""
     site: SiteRules = SiteRules(weights={"age": 1})
@@ -46,19 +47,17 @@ class Look(NamedTuple):
     def free(self) -> list[HostGpus]:
         """Return the hosts with their idle GPUs; a host that takes no jobs has none."""
         return [
-            HostGpus(node.gpus, node.gpus - node.gpus_used if node.takes_jobs else 0, node.partitions, node.gpu_type)
+            HostGpus(
+                node.gpus, node.gpus - node.gpus_used if node.takes_jobs else 0, node.partitions, node.gpu_type,
+                node.name,
+            )
             for node in self.hosts.nodes
-        ]
+        ]  # fmt: skip
 
     @property
     def idle_waiting(self) -> int:
         """Return the GPUs that are idle while a job waits that fits there."""
-        waiting = (
-            (name, job.record.gpu_type, job.record.gpus)
-            for job in self.jobs
-            if job.waits
-            for name in partitions_of(job)
-        )
+        waiting = ((job.wanted, job.record.gpus) for job in self.jobs if job.waits)
         return idle_waiting_gpus(self.free, narrowest_jobs(waiting))
 
 
@@ -138,7 +137,7 @@ def view(look: Look, record: WatchRecord) -> WatchView:
         waiting.append(
             WaitingRow(
                 one.job, one.user, one.partition, one.gpus, max(look.at_s - one.submit_s, 0.0), job.reason,
-                fits=fits(free, one.partition, one.gpus, job.num_nodes, one.gpu_type),
+                fits=fits(free, job.wanted, one.gpus, job.num_nodes),
             )
         )  # fmt: skip
     # 3. All of it.
@@ -187,6 +186,8 @@ def _notes(look: Look, hidden: int) -> Iterator[str]:
             "so that the idle GPUs while a job waits, and all waits, are those of the jobs that you see."
         )
     yield from look.notes
+    if odd := sum(job.odd_constraint for job in look.jobs if job.waits):
+        yield f"{odd} waiting jobs have a constraint that binds several nodes together: it is left out."
     if reason := powerless_reason(look.site):
         yield f"Each waiting job {reason}."
     yield ASSUMPTIONS

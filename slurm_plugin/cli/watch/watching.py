@@ -20,7 +20,7 @@ from cadenza.slurm_plugin.cli.watch import watch_record
 from cadenza.slurm_plugin.cli.watch.first_decision import site_of
 from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
 from cadenza.slurm_plugin.cli.watch.watch_view import Look, WatchView, partitions_of, remarks, totals, view
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_live_hosts, read_nodes
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
 from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
 from cadenza.slurm_plugin.cli.whatif.whatif_output import page
@@ -78,9 +78,9 @@ class Watch:
         """Ask Slurm, add the answers to the file, and return the view."""
         # 1. Slurm's answers.
         config, queue, self._nodes = slurm_config(), json_of(QUEUE, TIMEOUT_S), json_of(NODES, TIMEOUT_S)
-        hosts = read_live_hosts(self._nodes, "scontrol", self.partition)
+        hosts = read_hosts(self._nodes, "scontrol", self.partition)
         names = {name for node in hosts.nodes for name in node.partitions}
-        answer = read_queue(queue, "squeue")
+        answer = read_queue(queue, "squeue", hosts.site)
         jobs = [(job, not names.isdisjoint(partitions_of(job))) for job in answer.jobs]
         here = tuple(job for job, ours in jobs if ours or any(name in hosts.host_of for name, _ in job.placement))
         now_s = SystemClock().now()
@@ -107,8 +107,15 @@ class Watch:
             remarks=remarks(totals(record), last.notes),
             arguments=tuple(f"{name}={value}" for name, value in given.items() if value is not None),
         )  # fmt: skip
-        nodes = read_nodes(self._nodes, "scontrol", plan.lanes, self.partition)
-        found = run_plan(plan, JobRecords(tuple(run.record for run in record.runs), Counter()), nodes, str(self.path))
+        hosts = read_hosts(self._nodes, "scontrol", self.partition)
+        nodes = with_lanes(hosts.nodes, plan.lanes)
+        found = run_plan(
+            plan,
+            JobRecords(tuple(run.record for run in record.runs), Counter()),
+            nodes,
+            str(self.path),
+            features=hosts.features,
+        )
         try:
             file.write_text(page(found), encoding="utf-8")
         except OSError as error:

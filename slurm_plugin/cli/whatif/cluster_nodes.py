@@ -1,156 +1,101 @@
-"""Nodes of a cluster from ``scontrol show node --json``, as a simulation takes them (pure)."""
+"""Hosts of a cluster from ``scontrol show node --json``, as a simulation takes them, and as they are now (pure)."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Annotated, NamedTuple
-
-import msgspec
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.text import printable
-from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_CPUS, MAX_GPUS, MAX_NODES
-from cadenza.slurm_plugin.cli.whatif.job_records import gpus_in, tres_of
-from cadenza.slurm_plugin.gateway.translate import is_asleep, is_up
+from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_GPUS
+from cadenza.slurm_plugin.gateway.eligibility import Site
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, read_nodes
+from cadenza.slurm_plugin.gateway.slurm_values import gpu_types
+from cadenza.slurm_plugin.gateway.translate import nodes as translated
 
-GPUS = re.compile(r"gpu(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?:(\d{1,6})(?:\([^)]*\))?", re.ASCII)
-ASLEEP_CLOUD = frozenset({"CLOUD", "POWERED_DOWN"})
-"""States of a host of a cloud that is not there: no answer says how many of them a site would pay for."""
 MOST_NAMED = 5
-Word = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class _Node(msgspec.Struct, frozen=True):
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    cpus: Annotated[int, msgspec.Meta(ge=1, le=MAX_CPUS)]
-    real_memory: Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-    hostname: Word = ""
-    gres: Word = ""
-    gres_used: Word = ""
-    partitions: tuple[Word, ...] = ()
-    state: tuple[Word, ...] = ()
-    alloc_memory: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 0
-    tres_used: Word | None = ""
-    reason: Word = ""
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    nodes: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_NODES)]
-
-
-class Hosts(NamedTuple):
-    """Hosts with GPUs, lane 0 of each, and sentences on those that are left out."""
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts with GPUs, lane 0 of each with what Slurm has given out of the host, and sentences on those left out."""
 
     nodes: tuple[Node, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    features: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Features of each node, by its name; empty where they are not known."""
+    host_of: Mapping[str, str] = field(default_factory=dict)
+    """The name of lane 0 on the host of each node."""
+    site: Site | None = None
+    """The site, for the constraints of jobs."""
 
 
-def read_hosts(text: str, source: str, partition: str | None = None) -> Hosts:
+def read_hosts(text: str, source: str, partition: str | None = None, used: frozenset[str] | None = None) -> Hosts:
     """Return the hosts with GPUs of a file of ``scontrol show node --json``.
 
-    They are in the partitions that Slurm names, or in ``partition`` alone. Several nodes of one host, as lanes are,
-    count once. Hosts that cannot be simulated are left out, each with its name. Raise InputError for another file, and
-    for one without GPUs.
+    They are in the partitions that Slurm names, or in ``partition`` alone. Several lanes of one host count once. A host
+    of a cloud that is powered down counts if it is among ``used``, the nodes that jobs of the past had: no answer says
+    how many of the others a site would pay for. Hosts that are left out are named. Raise InputError for another file,
+    and for one without GPUs.
     """
-    rows, notes = _decode(text, source)
-    return Hosts(tuple(_hosts(rows, source, partition, notes).values()), tuple(notes))
-
-
-def read_nodes(text: str, source: str, lanes: int, partition: str | None = None) -> tuple[Node, ...]:
-    """Return the hosts of ``read_hosts``, each with its lanes."""
-    return with_lanes(read_hosts(text, source, partition).nodes, lanes)
-
-
-class LiveHosts(NamedTuple):
-    """Hosts with GPUs as they are now: lane 0 with what Slurm has given out of the host, and the host of each node."""
-
-    nodes: tuple[Node, ...]
-    host_of: dict[str, str]
-    notes: tuple[str, ...] = ()
-
-
-def read_live_hosts(text: str, source: str, partition: str | None = None) -> LiveHosts:
-    """Return the hosts with GPUs of an answer of ``scontrol show node --json``; raise InputError as ``read_nodes``."""
-    rows, notes = _decode(text, source)
-    hosts = _hosts(rows, source, partition, notes)
-    used: Counter[str] = Counter()
-    memory_mb: Counter[str] = Counter()
-    first: dict[str, _Node] = {}
-    host_of = {}
-    for row in sorted(rows, key=lambda row: row.name):
-        name = row.hostname or row.name
-        host_of[row.name] = name
-        try:
-            counted = round(gpus_in(tres_of(row.tres_used or "", f"{source}: node {row.name!r}: tres_used")))
-        except InputError as error:
-            notes.append(f"{error}.")
-            counted = 0
-        # Without gres/gpu in AccountingStorageTRES only the list of GRES tells.
-        used[name] += counted or gpus_of(row.gres_used)
-        memory_mb[name] += row.alloc_memory
-        first.setdefault(name, row)
-    nodes = tuple(
-        replace(
-            host, gpus_used=min(used[name], host.gpus), memory_used_mb=memory_mb[name], up=is_up(first[name].state),
-            asleep=is_asleep(first[name].state), drained="DRAIN" in first[name].state,
-            drain_reason=printable(first[name].reason),
-        )
-        for name, host in hosts.items()
-    )  # fmt: skip
-    return LiveHosts(nodes, {name: host for name, host in host_of.items() if host in hosts}, tuple(notes))
-
-
-def _decode(text: str, source: str) -> tuple[list[_Node], list[str]]:
-    """Return the nodes that can be read, and a sentence on the others."""
+    # 1. The nodes that can be read, and those of them that count.
     try:
-        raws = msgspec.json.decode(text, type=_Answer).nodes
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raws, refused = read_nodes(text)
+    except NotSlurms as error:
         raise InputError(f"{source}: not the JSON of scontrol show node --json: {error}") from None
-    rows, bad = [], []
-    for at, raw in enumerate(raws):
-        try:
-            rows.append(msgspec.json.decode(raw, type=_Node))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            bad.append(f"nodes[{at}]: {error}")
-    return rows, [f"{source}: {len(bad)} nodes cannot be read ({printable(bad[0], 200)})."] if bad else []
+    notes = [f"{source}: {said}"] if (said := left_out(refused, "nodes")) else []
+    states = {raw["name"]: frozenset(raw["state"].split("+")) for raw in raws}
+    all_nodes = translated(raws)
+    hosts = _kept(all_nodes, states, partition, used or frozenset(), notes)
+    if mixed := [raw["name"] for raw in raws if raw["name"] in hosts and len(gpu_types(raw["configured_gres"])) > 1]:
+        notes.append(f"Hosts with GPUs of several types, which all count as the first of them: {_named(mixed)}.")
+    if not hosts:
+        place = f" of partition {partition!r}" if partition else ""
+        raise InputError(f"{source}: no node{place} has GPUs" + (f"; {notes[-1]}" if notes else ""))
+    # 2. What Slurm has given out on all lanes of each. A host has the name of its lane 0 here.
+    name_of = {node.host: node.name for node in hosts.values()}
+    lanes = [node for node in all_nodes if node.host in name_of]
+    gpus_used, memory_mb = Counter[str](), Counter[str]()
+    for lane in lanes:
+        gpus_used[lane.host] += lane.gpus_used
+        memory_mb[lane.host] += lane.memory_used_mb
+    found = tuple(
+        replace(
+            node, host=node.name, gpus_used=min(gpus_used[node.host], node.gpus), memory_used_mb=memory_mb[node.host],
+            gpu_memory_gb=GPU_MEMORY_GB.get(node.gpu_type.upper()),
+            partitions=(partition,) if partition else node.partitions,
+        )
+        for node in hosts.values()
+    )  # fmt: skip
+    site = Site.of({"time_s": 0.0, "nodes": raws}, all_nodes)
+    return Hosts(found, tuple(notes), site.features, {lane.name: name_of[lane.host] for lane in lanes}, site)
 
 
-def _hosts(rows: Iterable[_Node], source: str, partition: str | None, notes: list[str]) -> dict[str, Node]:
-    """Return lane 0 of each host with GPUs; add a sentence on those that are left out."""
-    hosts: dict[str, Node] = {}
+def _kept(
+    nodes: Iterable[Node], states: Mapping[str, frozenset[str]], partition: str | None, used: frozenset[str],
+    notes: list[str],
+) -> dict[str, Node]:  # fmt: skip
+    """Return lane 0 of each host that counts, by its name; add sentences on those that are left out."""
+    kept: dict[str, Node] = {}
     asleep, odd = [], []
-    for node in sorted(rows, key=lambda node: node.name):
-        kinds, gpus = GPUS.findall(node.gres), gpus_of(node.gres)
-        if not gpus or "FUTURE" in node.state or (partition and partition not in node.partitions):
+    for node in nodes:
+        if node.lane or not node.gpus or "FUTURE" in states[node.name]:
             continue
-        if set(node.state) >= ASLEEP_CLOUD:
+        if partition is not None and partition not in node.partitions:
+            continue
+        if node.asleep and "CLOUD" in states[node.name] and node.name not in used:
             asleep.append(node.name)
-            continue
-        if gpus > MAX_GPUS or gpus > node.cpus:
-            odd.append(f"{node.name} ({gpus} GPUs, {node.cpus} CPUs)")
-            continue
-        kind = kinds[0][0]
-        host = node.hostname or node.name
-        hosts.setdefault(
-            host,
-            Node(
-                name=host, host=host, lane=0, gpus=gpus, cpus=node.cpus, memory_mb=node.real_memory, gpu_type=kind,
-                gpu_memory_gb=GPU_MEMORY_GB.get(kind.upper()),
-                partitions=(partition,) if partition else node.partitions,
-            ),
-        )  # fmt: skip
+        elif node.gpus > min(MAX_GPUS, node.cpus):
+            odd.append(f"{node.name} ({node.gpus} GPUs, {node.cpus} CPUs)")
+        else:
+            kept[node.name] = node
     if asleep:
         notes.append(f"Hosts of a cloud that are powered down, and are left out: {_named(asleep)}.")
     if odd:
         notes.append(f"Hosts with more GPUs than CPUs or than {MAX_GPUS}, which are left out: {_named(odd)}.")
-    if not hosts:
-        place = f" of partition {partition!r}" if partition else ""
-        raise InputError(f"{source}: no node{place} has GPUs")
-    return hosts
+    return kept
 
 
 def _named(names: Sequence[str]) -> str:
@@ -158,16 +103,14 @@ def _named(names: Sequence[str]) -> str:
     return printable(", ".join(names[:MOST_NAMED]), 1000) + more
 
 
-def gpus_of(gres: str) -> int:
-    """Return the GPUs of a list such as gpu:a100:4(IDX:0-3),gpu:v100:2."""
-    return sum(int(count) for _, count in GPUS.findall(gres))
-
-
 def with_lanes(nodes: Iterable[Node], lanes: int) -> tuple[Node, ...]:
-    """Return the hosts among the nodes, each with as many lanes."""
+    """Return the hosts among the nodes as a simulation begins with them: up, empty, each with as many lanes."""
     return tuple(
-        replace(host, name=f"{host.name}-l{lane}", lane=lane) if lane else host
+        replace(
+            host, name=f"{host.name}-l{lane}" if lane else host.name, lane=lane, up=True, asleep=False, drained=False,
+            drain_reason="", weight=1, cpus_used=0, memory_used_mb=0, gpus_used=0, ending_s=0.0,
+        )
         for host in nodes
         if host.lane == 0
         for lane in range(lanes)
-    )
+    )  # fmt: skip

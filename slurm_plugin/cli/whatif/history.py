@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -16,12 +16,16 @@ from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, JobRecords
+from cadenza.slurm_plugin.gateway.eligibility import met, parse
 
 NO_GPUS = "without GPUs"
 SHORTEST_S = 1.0
 """Shorter runs are no work."""
 MOVABLE_SEED, SAMPLE_SEED = 1, 1
 DAY_S = 86_400.0
+REQUEUED_S = DAY_S
+"""Longest time between the end of a run and the next submission of the same job; Slurm's own is two minutes."""
+NO_FEATURES: Mapping[str, frozenset[str]] = {}
 ANY_QUEUE = QueueRules()
 
 
@@ -55,6 +59,8 @@ class PastJob:
     array: str = ""
     array_limit: int | None = None
     licenses: tuple[tuple[str, int], ...] = ()
+    barred: frozenset[str] = frozenset()
+    """Nodes that do not meet its constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,8 @@ class History:
     """Part of the nodes' CPU time that they had, in the time of the others."""
     cpu_load: float = 0.0
     """The same of the jobs without GPUs that are left out."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what is not known of the jobs' requests."""
     drawn: str = ""
     """A sentence on the part that was drawn of it; empty for all of it."""
 
@@ -106,14 +114,19 @@ class History:
 
 
 def read_history(
-    records: JobRecords, nodes: Sequence[Node], partition: str | None, rules: QueueRules = ANY_QUEUE
+    records: JobRecords,
+    nodes: Sequence[Node],
+    partition: str | None,
+    rules: QueueRules = ANY_QUEUE,
+    features: Mapping[str, frozenset[str]] = NO_FEATURES,
 ) -> History:
     """Return the jobs that ended on GPUs which their partition has; the runs of a job that was requeued are one job.
 
-    A job that the rules' limits of today would let wait for ever is left out.
+    A job that the rules' limits of today would let wait for ever is left out. ``features``: of each node, by its name.
     """
     # 1. The runs of each job, and what its partition has.
-    runs, sizes = _runs_by_job(records.runs, nodes, partition, rules), Sizes(nodes, rules)
+    wishes, sizes = Wishes(nodes, features, records.runs), Sizes(nodes, rules)
+    runs = _runs_by_job(records.runs, nodes, partition, rules, wishes)
     whole = [node for node in nodes if node.lane == 0]
     # 2. The jobs that count.
     left_out = Counter(records.left_out)
@@ -121,9 +134,8 @@ def read_history(
     loads: list[tuple[float, int, list[JobRecord]]] = []
     names = {node.name for node in nodes}
     for job, rows in runs.items():
-        rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
         last = rows[-1]
-        reason = _left_out(rows, sizes)
+        reason = _left_out(rows, sizes, wishes)
         if reason == NO_GPUS and last.cpus and last.nodes and last.nodes <= names and _work_s(rows) >= SHORTEST_S:
             loads.append((rows[0].submit_s, job, rows))
         elif reason:
@@ -133,7 +145,7 @@ def read_history(
     found.sort(key=lambda item: item[:2])
     loads.sort(key=lambda item: item[:2])
     begin_s = found[0][0] if found else 0.0
-    jobs = tuple(_past_job(job, rows, begin_s) for _, job, rows in found)
+    jobs = tuple(_past_job(job, rows, begin_s, wishes) for _, job, rows in found)
     # 3. The jobs without GPUs on these nodes, in the time of the others, and those that may have been there.
     span_s, cpus = max((job.end_s for job in jobs), default=0.0), sum(node.cpus for node in whole)
     cpu_s = sum(
@@ -142,10 +154,13 @@ def read_history(
         for row in rows
         if not row.gpus and (row.partition, "") in sizes.gpus and row.start_s is not None and row.end_s is not None
     )
-    load = tuple(_during([_past_job(job, rows, begin_s) for _, job, rows in loads], 0.0, span_s))
+    load = tuple(_during([_past_job(job, rows, begin_s, wishes) for _, job, rows in loads], 0.0, span_s))
     load_s = sum(job.cpus * max(min(job.end_s, span_s) - max(job.start_s, 0.0), 0.0) for job in load)
     whole_s = cpus * span_s or inf
-    return History(jobs, left_out, load, min(load_s / whole_s, 1.0), min(max(cpu_s - load_s, 0.0) / whole_s, 1.0))
+    return History(
+        jobs, left_out, load, min(load_s / whole_s, 1.0), min(max(cpu_s - load_s, 0.0) / whole_s, 1.0),
+        tuple(wishes.notes([rows[-1] for _, _, rows in found])),
+    )  # fmt: skip
 
 
 def _later(job: PastJob, by_s: float) -> PastJob:
@@ -166,15 +181,17 @@ def _trace_job(job: PastJob) -> TraceJob:
         id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user, cpus=job.cpus or None,
         memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, partition=job.partition,
         account=job.account, qos=job.qos, gpu_type=job.gpu_type, nice=job.nice, array=job.array,
-        array_limit=job.array_limit, licenses=job.licenses,
+        array_limit=job.array_limit, licenses=job.licenses, barred=job.barred,
     )  # fmt: skip
 
 
 def _runs_by_job(
-    records: Iterable[JobRecord], nodes: Sequence[Node], partition: str | None, rules: QueueRules
+    records: Iterable[JobRecord], nodes: Sequence[Node], partition: str | None, rules: QueueRules, wishes: Wishes
 ) -> dict[int, list[JobRecord]]:
-    """Return the runs of each job, with what the nodes and the rules know of its request."""
-    types = {node.gpu_type.casefold(): node.gpu_type for node in nodes}
+    """Return the runs of each job, with what the nodes and the rules know of its request.
+
+    Slurm's numbers of jobs come again after years: runs that cannot be of one job are of two, under another number.
+    """
     # Nodes that were given as a text have no partitions of a site: all jobs are theirs.
     anywhere = any(PARTITION in node.partitions for node in nodes)
     runs: defaultdict[int, list[JobRecord]] = defaultdict(list)
@@ -187,21 +204,106 @@ def _runs_by_job(
                 record,
                 partition=PARTITION if anywhere and partition in (None, record.partition) else record.partition,
                 # Slurm takes a type in small and capital letters alike. One that no node has says nothing of these.
-                gpu_type=types.get(record.gpu_type.casefold(), ""),
+                gpu_type=wishes.type_of(record),
                 # A license that the rules do not know would never be free.
                 licenses=tuple(one for one in record.licenses if one[0] in rules.licenses),
             )
         )
-    for rows in runs.values():
-        rows[:] = [replace(row, array_limit=at_once.get(row.array)) for row in rows]
-    return runs
+    found: dict[int, list[JobRecord]] = {}
+    new = max(runs, default=0) + 1
+    for job, rows in runs.items():
+        rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
+        for at, part in enumerate(_apart(rows)):
+            found[job if not at else new] = [replace(row, array_limit=at_once.get(row.array)) for row in part]
+            new += bool(at)
+    return found
+
+
+def _apart(rows: Sequence[JobRecord]) -> Iterator[list[JobRecord]]:
+    """Yield the runs of each job among those of one number, in order of submission.
+
+    A requeued job has its user and its account still, and is submitted anew as it ends.
+    """
+    part: list[JobRecord] = []
+    for row in rows:
+        last = part[-1] if part else row
+        ended_s = max((one.end_s or one.start_s or one.submit_s for one in part), default=row.submit_s)
+        if (row.user, row.account) != (last.user, last.account) or row.submit_s - ended_s > REQUEUED_S:
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+class Wishes:
+    """The nodes that jobs asked for: by the type of GPU, and by features."""
+
+    def __init__(
+        self, nodes: Sequence[Node], features: Mapping[str, frozenset[str]], runs: Sequence[JobRecord]
+    ) -> None:
+        first = {node.host: node.name for node in nodes if node.lane == 0}
+        self.features = {node.name: features[first[node.host]] for node in nodes if first.get(node.host) in features}
+        self.types = {node.gpu_type.casefold(): node.gpu_type for node in nodes}
+        self.type_on = {node.name: node.gpu_type for node in nodes}
+        self.told = any(run.gpu_type and run.type_known for run in runs)
+        """Some request names its type, so that the accounting keeps types, and one without asked for any."""
+        self._barred: dict[tuple[str, bool], frozenset[str] | None] = {}
+
+    def type_of(self, record: JobRecord) -> str:
+        """Return the type of GPU that a job may have; "" for any.
+
+        Slurm takes a type in small and capital letters alike. One that no node has says nothing of these.
+        """
+        asked = self.types.get(record.gpu_type.casefold(), "")
+        return asked or ("" if self._known(record) else self._had(record))
+
+    def barred(self, record: JobRecord) -> frozenset[str]:
+        """Return the nodes that do not meet a job's constraint; none where it cannot be judged for each node."""
+        found = self._judged(record)
+        return frozenset() if found is None else found
+
+    def notes(self, jobs: Sequence[JobRecord]) -> Iterator[str]:
+        """Yield sentences on what is not known of jobs."""
+        if len(self.types.keys() - {""}) > 1:
+            silent = [job for job in jobs if not self._known(job)]
+            if taken := sum(bool(self._had(job)) for job in silent):
+                yield (
+                    f"{taken:,} of {len(jobs):,} jobs do not say which type of GPU they asked for "
+                    "(AccountingStorageTRES=gres/gpu:TYPE): each has the type that it had."
+                )
+            if lost := sum(not self._had(job) for job in silent):
+                yield f"{lost:,} of {len(jobs):,} jobs neither say nor show a type of GPU: each may have any."
+        constrained = [job for job in jobs if job.constraint]
+        if constrained and not self.features:
+            yield f"{len(constrained):,} jobs have a constraint, and the nodes' features are not known: it is left out."
+        elif odd := sum(self._judged(job) is None for job in constrained):
+            yield f"{odd:,} jobs have a constraint that binds several nodes together: it is left out."
+
+    def _known(self, record: JobRecord) -> bool:
+        return self.told or record.type_known
+
+    def _had(self, record: JobRecord) -> str:
+        """Return the type that a job had, by the accounting or by its nodes."""
+        kinds = {self.type_on.get(name, "") for name in record.nodes}
+        seen = self.types.get(record.had_type.casefold(), "")
+        return seen or (next(iter(kinds)) if len(kinds) == 1 else "")
+
+    def _judged(self, record: JobRecord) -> frozenset[str] | None:
+        if not record.constraint or not self.features:
+            return frozenset()
+        asked = record.constraint.replace(",", "&"), len(record.nodes) <= 1
+        if asked not in self._barred:
+            term = parse(asked[0], one_node=asked[1])
+            names = (name for name, own in self.features.items() if term is None or not met(term, own))
+            self._barred[asked] = None if term is None else frozenset(names)
+        return self._barred[asked]
 
 
 class Sizes:
     """The most that a job can have: GPUs of a partition and type, memory for each GPU, and limits of its site."""
 
-    def __init__(self, nodes: Iterable[Node], rules: QueueRules) -> None:
-        self.rules = rules
+    def __init__(self, nodes: Sequence[Node], rules: QueueRules) -> None:
+        self.rules, self.nodes = rules, [node for node in nodes if node.lane == 0]
         self.gpus = Counter[tuple[str, str]]()
         """By partition and type; the type "" stands for all."""
         self.each_gb = defaultdict[str, float](float)
@@ -210,6 +312,13 @@ class Sizes:
                 for gpu_type in {"", node.gpu_type}:
                     self.gpus[name, gpu_type] += node.gpus
                 self.each_gb[name] = max(self.each_gb[name], node.memory_mb / node.gpus / MB_PER_GB)
+
+    def room(self, partition: str, gpu_type: str, barred: frozenset[str]) -> int:
+        """Return the GPUs of a partition and type, without those of nodes that are barred."""
+        if not barred:
+            return self.gpus[partition, gpu_type]
+        here = (node for node in self.nodes if node.name not in barred and partition in node.partitions)
+        return sum(node.gpus for node in here if gpu_type in ("", node.gpu_type))
 
     def over_limit(self, job: JobRecord) -> bool:
         """Return True if a limit of the job's account, QOS or licenses would let it wait for ever."""
@@ -220,10 +329,12 @@ class Sizes:
         return account.max_jobs == 0 or short or any(job.gpus > limit for limit in most)
 
 
-def _left_out(rows: Sequence[JobRecord], sizes: Sizes) -> str:
+def _left_out(rows: Sequence[JobRecord], sizes: Sizes, wishes: Wishes) -> str:
     """Return the reason for which a job is left out; empty for one that counts."""
     last = rows[-1]
     gpus, each_gb = sizes.gpus, sizes.each_gb[last.partition]
+    barred = wishes.barred(last)
+    room = sizes.room(last.partition, last.gpu_type, barred)
     each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
     reasons = (
         ((last.partition, "") not in gpus, "in other partitions"),
@@ -231,7 +342,8 @@ def _left_out(rows: Sequence[JobRecord], sizes: Sizes) -> str:
         (all(row.start_s is None for row in rows), "never started"),
         (last.end_s is None, "not over"),
         (_work_s(rows) < SHORTEST_S, f"ran for less than {SHORTEST_S:.0f} s"),
-        (last.gpus > gpus[last.partition, last.gpu_type], "wider than the cluster"),
+        (barred and not room, "whose constraint no node meets now"),
+        (last.gpus > room, "wider than the cluster"),
         (each_is_gb > each_gb, "with more memory for each GPU than a host has"),
         (sizes.over_limit(last), "over a limit of their account, QOS or licenses"),
     )
@@ -246,7 +358,7 @@ def _work_s(rows: Sequence[JobRecord]) -> float:
     )
 
 
-def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
+def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float, wishes: Wishes) -> PastJob:
     last = rows[-1]
     starts = [row.start_s for row in rows if row.start_s is not None]
     ends = [row.end_s for row in rows if row.end_s is not None]
@@ -254,7 +366,7 @@ def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
     return PastJob(
         job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
         last.gpus, last.cpus, memory_gb, last.limit_s, len(starts), last.partition, last.account, last.qos,
-        last.gpu_type, last.nice, last.array, last.array_limit, last.licenses,
+        last.gpu_type, last.nice, last.array, last.array_limit, last.licenses, wishes.barred(last),
     )  # fmt: skip
 
 

@@ -17,32 +17,37 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.csv_table import MAX_QUANTITY, integer, number, quoted
-from cadenza.slurm_plugin.cli.whatif.submit_line import gpu_type_in, nice_in
-from cadenza.slurm_plugin.gateway.slurm_json import hosts
+from cadenza.slurm_plugin.cli.whatif.submit_line import asks_for_gpus, gpu_type_in, nice_in
+from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, NotSlurms, decoded, name_of, raw_records
+from cadenza.slurm_plugin.gateway.slurm_values import (
+    Number,
+    gpu_count,
+    gpu_type,
+    gpu_types,
+    known_s,
+    node_names,
+    span_s,
+    tres,
+)
 
-NEVER_S = 4_294_967_294
-"""Slurm's time for unknown (``NO_VAL``); later moments are no times either."""
 MAX_COUNT = 10**9
-SECONDS = re.compile(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,2})(?:\.\d+)?", re.ASCII)
 COUNT = re.compile(r"\d{1,9}", re.ASCII)
-MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)", re.ASCII)
-MEMORY_MB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": MB_PER_GB, "T": MB_PER_GB * 1024, "P": MB_PER_GB * 1024**2}
 COLUMNS = ("JobIDRaw", "User", "Partition", "Submit", "Start", "End")
 TRES = ("AllocTRES", "ReqTRES")
 FIELDS = (*COLUMNS, "Eligible", "TimelimitRaw", "Suspended", *TRES)
 """Columns that ``sacct -P --format=`` needs; those after End may be missing, but one of TRES."""
 NODES = "NodeList"
-"""Column that names the nodes of jobs without GPUs, so that they count as load."""
-SITE = ("Account", "QOS", "Licenses", "SubmitLine")
-"""Columns of what a site's rules go by; the last one, which may hold bars, has to be the last."""
+"""Column that names the nodes of jobs, so that those without GPUs count as load, and others have their type."""
+SITE = ("Account", "QOS", "Licenses", "Constraints", "SubmitLine")
+"""Columns of what a site's rules go by; the last two, which may hold bars, have to be the last."""
+SUBMITS = re.compile(r"(\S*/)?(sbatch|srun|salloc)(\s|$)")
+HELD_NOTE = re.compile(r"^cadenza: held$", re.MULTILINE)
+"""Note in the administrator's comment of a job that Cadenza held at its submission, which it no longer does."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Word = Annotated[str, msgspec.Meta(max_length=256)]
-MAX_TEXT = 65_536
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-MAX_RECORDS = 10_000_000
+Word = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 UNREADABLE = "that cannot be read"
 
 
@@ -75,6 +80,12 @@ class JobRecord:
     array_limit: int | None = None
     """Tasks of the array that may run at once; Slurm says so for one of them only."""
     licenses: tuple[tuple[str, int], ...] = ()
+    constraint: str = ""
+    """Features that its nodes must have, in Slurm's words."""
+    had_type: str = ""
+    """Type of the GPUs that it got; empty: not known, or several."""
+    type_known: bool = True
+    """True if its request tells the type, or that any will do."""
 
 
 class JobRecords(NamedTuple):
@@ -94,33 +105,21 @@ class BadRecord(InputError):  # noqa: N818
         self.reason = reason
 
 
-class SlurmNumber(msgspec.Struct, frozen=True):
-    """A number of Slurm's JSON, which may be unset or infinite."""
-
-    set: bool = False
-    infinite: bool = False
-    number: Count | float = 0
-
-    @property
-    def value(self) -> float | None:
-        """Return the number, None without one."""
-        return float(self.number) if self.set and not self.infinite else None
-
-
 class _Times(msgspec.Struct, frozen=True):
     submission: Count = 0
     eligible: Count = 0
     start: Count = 0
     end: Count = 0
-    suspended: Count = 0
-    limit: SlurmNumber = SlurmNumber()
+    suspended: Count | str = 0
+    """``INVALID`` where Slurm could not count it."""
+    limit: Number[Count | float] = Number()
 
 
 class _Resource(msgspec.Struct, frozen=True):
     type: Word = ""
     name: Word = ""
-    count: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    """Negative where Slurm has none."""
+    count: int | float = 0
+    """Negative, or beyond all numbers, where Slurm has none."""
 
 
 class _Resources(msgspec.Struct, frozen=True):
@@ -145,17 +144,23 @@ class _Array(msgspec.Struct, frozen=True):
     limits: _Limits = _Limits()
 
 
+class _Comment(msgspec.Struct, frozen=True):
+    administrator: Text = ""
+
+
 class _Job(msgspec.Struct, frozen=True):
     job_id: Count
-    time: _Times
-    user: Word | None = ""
+    time: _Times = _Times()
+    user: Word = ""
     partition: Text = ""
     nodes: Text = ""
     tres: _Resources = _Resources()
-    account: Word | None = ""
-    qos: Word | None = ""
-    licenses: Text | None = ""
-    submit_line: Annotated[str, msgspec.Meta(max_length=2**20)] | None = ""
+    account: Word = ""
+    qos: Word = ""
+    licenses: Text = ""
+    constraints: Text = ""
+    comment: _Comment = _Comment()
+    submit_line: Text = ""
     array: _Array = _Array()
 
 
@@ -167,19 +172,21 @@ class RecordRow(NamedTuple):
     partition: str
     times: tuple[float, ...]
     suspended_s: float
-    tres: Mapping[str, float]
+    tres: Mapping[str, int]
+    """Resources that it got; of one that got none, those that it asked for."""
+    gpus: int
     nodes: str = ""
     account: str = ""
     qos: str = ""
-    asked: Mapping[str, float] = {}
+    asked: Mapping[str, int] = {}
     """Resources that it asked for; empty where only those that it got are known."""
     licenses: str = ""
+    constraint: str = ""
+    admin_comment: str = ""
     submit_line: str = ""
     array: _Array = _Array()
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    jobs: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+    type_told: bool = False
+    """True if ``asked`` has the type of GPU, if the job asked for one."""
 
 
 def read_job_records(text: str, source: str) -> JobRecords:
@@ -202,32 +209,35 @@ def read_job_records(text: str, source: str) -> JobRecords:
 
 def _of_json(text: str, source: str) -> Iterator[Callable[[], JobRecord]]:
     try:
-        rows = msgspec.json.decode(text, type=_Answer).jobs
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        rows, _ = raw_records(text, "jobs")
+    except NotSlurms as error:
         raise InputError(f"{source}: not the JSON of sacct --json: {error}") from None
     for at, row in enumerate(rows):
-        yield partial(_of_job, row, f"{source}: jobs[{at}]")
+        yield partial(_of_job, row, source, at)
 
 
-def _of_job(data: msgspec.Raw, where: str) -> JobRecord:
+def _of_job(data: msgspec.Raw, source: str, at: int) -> JobRecord:
+    where = f"{source}: jobs[{at}]"
     try:
-        job = msgspec.json.decode(data, type=_Job)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{where}: {error}") from None
+        job, _ = decoded(bytes(data), _Job)
+    except ERRORS as error:
+        raise InputError(f"{where} ({name_of(data, 'job', at)}): {error}") from None
     times = job.time
     limit_min = times.limit.value
     moments = (times.submission, times.eligible, times.start, times.end)
+    suspended_s = 0.0 if isinstance(times.suspended, str) else float(times.suspended)
     asked = _counts(job.tres.requested)
+    got = _counts(job.tres.allocated) or asked
     row = RecordRow(
-        job.job_id, job.user or "", job.partition, moments, float(times.suspended),
-        _counts(job.tres.allocated) or asked, job.nodes, job.account or "", job.qos or "", asked, job.licenses or "",
-        job.submit_line or "", job.array,
+        job.job_id, job.user, job.partition, moments, suspended_s, got, gpu_count(got), job.nodes, job.account,
+        job.qos, asked, job.licenses, job.constraints, job.comment.administrator, job.submit_line, job.array,
     )  # fmt: skip
     return record_of(row, None if limit_min is None else 60 * limit_min, where)
 
 
-def _counts(resources: Iterable[_Resource]) -> dict[str, float]:
-    return {f"{item.type}/{item.name}" if item.name else item.type: float(max(item.count, 0)) for item in resources}
+def _counts(resources: Iterable[_Resource]) -> dict[str, int]:
+    rows = ((f"{item.type}/{item.name}" if item.name else item.type, item.count) for item in resources)
+    return {name: int(count) if 0 <= count < 2**63 else 0 for name, count in rows}
 
 
 # --- Table -----------------------------------------------------------------------------------------------
@@ -250,22 +260,45 @@ def _of_table(text: str, source: str) -> Iterator[Callable[[], JobRecord]]:
 
 
 def _of_row(cells: Sequence[str], columns: Sequence[str], where: str) -> JobRecord:
-    if columns[-1] == "SubmitLine":  # a command line may have bars of its own
-        cells = [*cells[: len(columns) - 1], "|".join(cells[len(columns) - 1 :])]
+    cells = _whole_cells(cells, columns)
     if len(cells) != len(columns):
         raise InputError(f"{where}: has {len(cells)} cells where the first line names {len(columns)} columns")
     cell = dict(zip(columns, cells, strict=True))
     times = tuple(_moment(cell.get(name, ""), f"{where}: {name}") for name in ("Submit", "Eligible", "Start", "End"))
-    limit = cell.get("TimelimitRaw", "")
-    asked = tres_of(cell.get("ReqTRES", ""), f"{where}: TRES")
+    limit, suspended = cell.get("TimelimitRaw", ""), cell.get("Suspended", "")
+    try:
+        asked = tres(cell.get("ReqTRES", ""))
+        got = tres(cell.get("AllocTRES", "")) or asked
+    except ValueError as error:
+        raise InputError(f"{where}: TRES: {error}") from None
+    try:
+        suspended_s = span_s(suspended) if suspended[:1].isdigit() else 0.0  # else it is empty, or INVALID
+    except ValueError as error:
+        raise InputError(f"{where}: Suspended: {error}") from None
     row = RecordRow(
         integer(cell["JobIDRaw"], f"{where}: JobIDRaw", 0, 2**63 - 1), cell["User"], cell["Partition"], times,
-        span_s(cell.get("Suspended", ""), f"{where}: Suspended"),
-        tres_of(cell.get("AllocTRES", ""), f"{where}: TRES") or asked, cell.get(NODES, ""),
-        cell.get("Account", ""), cell.get("QOS", ""), asked, cell.get("Licenses", ""), cell.get("SubmitLine", ""),
+        suspended_s, got, gpu_count(got), cell.get(NODES, ""), cell.get("Account", ""), cell.get("QOS", ""), asked,
+        cell.get("Licenses", ""), cell.get("Constraints", ""), cell.get("AdminComment", ""),
+        cell.get("SubmitLine", ""),
     )  # fmt: skip
     limited = limit[:1].isdigit()
     return record_of(row, 60 * number(limit, f"{where}: TimelimitRaw", 0, 1e9) if limited else None, where)
+
+
+def _whole_cells(cells: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the cells of a row whose last ones may hold bars: a constraint such as a100|h100, and a command line."""
+    if columns[-1] not in SITE[-2:] or len(cells) <= len(columns):
+        return [*cells]
+    last = len(columns) - 1
+    if columns[-1] == SITE[-1]:
+        at = next((at for at in range(last, len(cells)) if SUBMITS.match(cells[at])), last)
+        at = at if columns[-2] == SITE[-2] else last
+        cells = [*cells[:at], "|".join(cells[at:])]
+    if len(cells) > len(columns):  # what is left over is the constraint's
+        at = columns.index(SITE[-2]) if SITE[-2] in columns[-2:] else last
+        more = len(cells) - len(columns)
+        cells = [*cells[:at], "|".join(cells[at : at + more + 1]), *cells[at + more + 1 :]]
+    return [*cells]
 
 
 def _moment(text: str, where: str) -> float:
@@ -280,82 +313,37 @@ def _moment(text: str, where: str) -> float:
         raise InputError(f"{where}: {quoted(text)} is not a time such as 2026-11-24T22:41:21") from None
 
 
-def span_s(text: str, where: str) -> float:
-    """Return a time span such as 1-02:03:04 in seconds."""
-    if not text:
-        return 0.0
-    found = SECONDS.fullmatch(text)
-    if found is None:
-        raise InputError(f"{where}: {quoted(text)} is not a time span such as 1-02:03:04")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def tres_of(text: str, where: str) -> dict[str, float]:
-    """Return the counts of a list such as cpu=1,mem=300M,gres/gpu=3 by name, memory in MB."""
-    found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        amount = MEMORY.fullmatch(value)
-        if not equals or amount is None:
-            raise InputError(f"{where}: {quoted(part)} is not NAME=COUNT")
-        if name == "mem":
-            found[name] = number(amount[1], where) * MEMORY_MB[amount[2]]
-        elif name == "cpu" or name.startswith("gres/gpu"):
-            found[name] = number(amount[1], where, 0, MAX_COUNT)
-    return found
-
-
-def gpus_in(tres: Mapping[str, float]) -> float:
-    """Return the GPUs among counted resources; Slurm lists a typed GPU twice, with and without its type."""
-    return tres.get("gres/gpu") or sum(count for name, count in tres.items() if name.startswith("gres/gpu:"))
-
-
 # --- Both ------------------------------------------------------------------------------------------------
 
 
 def record_of(row: RecordRow, limit_s: float | None, where: str) -> JobRecord:
     """Return a run; raise InputError for times in an impossible order or a count without bounds."""
-    submit_s, eligible_s, start_s, end_s = (float(at) if 0 < at < NEVER_S else None for at in row.times)
+    submit_s, eligible_s, start_s, end_s = map(known_s, row.times)
     if submit_s is None:
         raise BadRecord(f"{where}: job {row.job} has no time of submission", "without a time of submission")
-    began_s = max(submit_s, eligible_s) if eligible_s is not None else submit_s
+    # Slurm calls a job eligible once nothing but resources keeps it waiting. A hold of ours was such a wait, too.
+    ours = HELD_NOTE.search(row.admin_comment) is not None
+    began_s = submit_s if eligible_s is None or ours else max(submit_s, eligible_s)
     if start_s is not None:
         began_s = min(began_s, start_s)  # Slurm may date a submission anew, after the start
     if end_s is not None and start_s is not None and end_s < start_s:
         raise BadRecord(f"{where}: job {row.job} ends before it starts", "that end before they start")
-    tres = row.tres
-    gpus = gpus_in(tres)
-    if not 0 <= gpus <= MAX_COUNT:
-        raise InputError(f"{where}: job {row.job}: {gpus:g} is no number of GPUs")
-    memory_mb = tres.get("mem", 0.0)
+    if not 0 <= row.gpus <= MAX_COUNT:
+        raise InputError(f"{where}: job {row.job}: {row.gpus:g} is no number of GPUs")
+    memory_mb = float(row.tres.get("mem", 0))
+    asked_type = (gpu_type(row.asked) or gpu_type_in(row.submit_line)) if row.gpus else ""
+    got_types = gpu_types(row.tres) if row.gpus else []
     return JobRecord(
         row.job, row.user or "unknown", row.partition, began_s, start_s, end_s, row.suspended_s, limit_s or None,
-        int(gpus), memory_mb if 0 < memory_mb <= MAX_QUANTITY else None, int(min(tres.get("cpu", 0.0), MAX_COUNT)),
-        _nodes(row.nodes) if not gpus else frozenset(), row.account, row.qos, _gpu_type(row) if gpus else "",
-        nice_in(row.submit_line), str(row.array.job_id or ""), row.array.limits.max.running.tasks or None,
-        licenses_in(row.licenses),
+        row.gpus, memory_mb if 0 < memory_mb <= MAX_QUANTITY else None, int(min(row.tres.get("cpu", 0), MAX_COUNT)),
+        node_names(row.nodes), row.account, row.qos, asked_type, nice_in(row.submit_line),
+        str(row.array.job_id or ""), row.array.limits.max.running.tasks or None, licenses_in(row.licenses),
+        row.constraint, got_types[0] if len(got_types) == 1 else "",
+        row.type_told or bool(asked_type) or asks_for_gpus(row.submit_line),
     )  # fmt: skip
-
-
-def _gpu_type(row: RecordRow) -> str:
-    """Return the type of GPU that a job asked for; what it got tells it only where nothing else does."""
-    for counts in (row.asked, {} if gpus_in(row.asked) else row.tres):
-        types = [name.partition(":")[2] for name, count in counts.items() if name.startswith("gres/gpu:") and count]
-        if len(types) == 1:
-            return types[0]
-    return gpu_type_in(row.submit_line)
 
 
 def licenses_in(text: str) -> tuple[tuple[str, int], ...]:
     """Return the licenses of a list such as ``solver:2,matlab@server``, and their numbers."""
     found = (part.partition(":") for part in text.split(",") if part and "(" not in part)
     return tuple((name, int(count) if COUNT.fullmatch(count) else 1) for name, _, count in found)
-
-
-def _nodes(text: str) -> frozenset[str]:
-    """Return the names in a list of nodes; nothing for other text, as that of a job that never started."""
-    try:
-        return frozenset(hosts(text))
-    except ValueError:
-        return frozenset()

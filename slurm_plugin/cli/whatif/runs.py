@@ -21,7 +21,7 @@ from cadenza.slurm_plugin.cli.common import moment, say
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
-from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
+from cadenza.slurm_plugin.cli.whatif.history import NO_FEATURES, History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_records
 from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
@@ -114,7 +114,8 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     sample = number(words["sample"], "--sample", MIN_SAMPLE, 1) if words["sample"] is not None else None
     movable, more = _parts(words["movable"]), _one_more(words["more"], lanes)
     accounting, source = _accounting(words)
-    hosts, site = _nodes(words), _site(words)
+    records = read_job_records(accounting, source)
+    hosts, site = _nodes(words, frozenset().union(*{run.nodes for run in records.runs if run.gpus})), _site(words)
     plan = Plan(
         movable, opted_in, replace(site, notes=(*hosts.notes, *site.notes)), lanes, more, words["partition"],
         quiet=words["quiet"],
@@ -123,19 +124,20 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
             *(f"--site={file}" for file in words["site"]),
         ),
     )  # fmt: skip
-    return run_plan(plan, read_job_records(accounting, source), with_lanes(hosts.nodes, lanes), source, sample)
+    return run_plan(plan, records, with_lanes(hosts.nodes, lanes), source, sample, hosts.features)
 
 
 def run_plan(
-    plan: Plan, records: JobRecords, nodes: tuple[Node, ...], source: str, sample: float | None = None
-) -> WhatIf:
+    plan: Plan, records: JobRecords, nodes: tuple[Node, ...], source: str, sample: float | None = None,
+    features: Mapping[str, frozenset[str]] = NO_FEATURES,
+) -> WhatIf:  # fmt: skip
     """Run the simulations; raise InputError where no job is left, or jobs and nodes do not go together.
 
-    ``source``: name of the records in messages; ``sample``: part of the jobs.
+    ``source``: name of the records in messages; ``sample``: part of the jobs; ``features``: of the nodes.
     """
     movable, lanes, arguments, site = plan.movable, plan.lanes, plan.arguments, plan.site
     # 1. The past as it was.
-    history = read_history(records, nodes, plan.partition, site.queue)
+    history = read_history(records, nodes, plan.partition, site.queue, features)
     if sample is not None:
         history = history.sample(sample)
     if not history.jobs:
@@ -183,7 +185,7 @@ def run_plan(
     results = tuple(replace(file, command=plan.command) for file in files)
     return WhatIf(
         history, nodes, results, tuple(summaries), unshareable, plan.label(movable[-1]), len(plan.more), easy,
-        plan.remarks, (*site.notes, *_unknown(records)),
+        plan.remarks, (*site.notes, *history.notes, *_unknown(records)),
     )  # fmt: skip
 
 
@@ -257,16 +259,16 @@ def ask_site() -> SiteFacts:
     return replace(site, notes=(*notes, *site.notes))
 
 
-def _nodes(words: Mapping[str, Any]) -> Hosts:
-    """Return the hosts; a text is their shape, or the name of a file where such a file is there."""
+def _nodes(words: Mapping[str, Any], used: frozenset[str]) -> Hosts:
+    """Return the hosts, of which jobs of the past ``used`` some; a text is their shape, or the name of a file."""
     text = words["nodes"]
     if text is None and words["since"]:
-        return read_hosts(json_of(("scontrol", "show", "node"), TIMEOUT_S), "scontrol", words["partition"])
+        return read_hosts(json_of(("scontrol", "show", "node"), TIMEOUT_S), "scontrol", words["partition"], used)
     if text is None:
         raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
     if Path(text).is_file():
-        return read_hosts(read_file(text, "--nodes"), text, words["partition"])
+        return read_hosts(read_file(text, "--nodes"), text, words["partition"], used)
     try:
-        return Hosts(read_cluster(text), ())
+        return Hosts(read_cluster(text))
     except InputError as error:
         raise InputError(f"--nodes: {quoted(text)} is no file, and {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,9 +18,11 @@ from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.csv_table import number, quoted
 from cadenza.policies.inputs.queue_rules import AGE_ALONE, NAMES, Account, Qos, QueueRules, Tier, Weights
 from cadenza.policies.slurm.backfill import SLURM, STRICT, Backfill
-from cadenza.slurm_plugin.cli.whatif.job_records import SlurmNumber, licenses_in, span_s
+from cadenza.slurm_plugin.cli.whatif.job_records import licenses_in
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
+from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, Refused, decoded, left_out, name_of
+from cadenza.slurm_plugin.gateway.slurm_values import Number, span_s
 
 T = TypeVar("T")
 MAX_RECORDS = 1_000_000
@@ -56,11 +58,14 @@ BY_AGE = QueueRules(weights=Weights(**AGE_ALONE))
 """Rules of a site that are not known: the order of submission."""
 
 
+Figure: TypeAlias = "Number[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | float]"
+
+
 class _Share(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     type: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...]
     parent: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    shares: SlurmNumber = SlurmNumber()
+    shares: Figure = Number()
 
 
 class _Association(msgspec.Struct, frozen=True):
@@ -75,7 +80,7 @@ class _Association(msgspec.Struct, frozen=True):
 
 class _Qos(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    priority: SlurmNumber = SlurmNumber()
+    priority: Figure = Number()
     limits: dict[str, Any] = {}
 
 
@@ -175,14 +180,14 @@ def _read_answer(text: str, source: str, found: _Found) -> None:
 
 def _rows(raws: Iterable[msgspec.Raw], kind: type[T], source: str, notes: list[str]) -> Iterator[T]:
     """Yield the records that can be read; a note says how many others there are."""
-    bad, first = 0, ""
+    refused = []
     for at, raw in enumerate(raws):
         try:
-            yield msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            bad, first = bad + 1, first or f"record {at}: {error}"
-    if bad:
-        notes.append(f"{source}: {bad} records cannot be read ({printable(first, 200)}).")
+            yield decoded(bytes(raw), kind)[0]
+        except ERRORS as error:
+            refused.append(Refused(name_of(raw, "record", at), str(error)))
+    if refused:
+        notes.append(f"{source}: {left_out(refused, 'records')}")
 
 
 def _association(row: _Share) -> _Association:
@@ -252,8 +257,8 @@ def _backfill(text: str, notes: list[str]) -> Backfill:
 
 def _seconds(config: Mapping[str, str], key: str, usual_s: float) -> float:
     try:
-        return span_s(config[key], key)
-    except (KeyError, InputError):
+        return span_s(config[key])
+    except (KeyError, ValueError):
         return usual_s
 
 

@@ -13,6 +13,8 @@ GPU_TYPE = re.compile(
     re.ASCII,
 )
 
+GPUS = re.compile(r"\s(?:--gres[= ]\S*?\bgpu\b|-G|--gpus\b)", re.ASCII)
+
 
 def nice_in(line: str) -> int:
     """Return the nice value of a command line, 0 without one; options in the batch script do not show there.
@@ -32,6 +34,15 @@ def gpu_type_in(line: str) -> str:
     """
     found = GPU_TYPE.search(_options(line))
     return next(filter(None, found.groups()), "") if found is not None else ""
+
+
+def asks_for_gpus(line: str) -> bool:
+    """Return whether a command line itself asks for GPUs: then it also says whether any type will do.
+
+    >>> asks_for_gpus("sbatch --gres=gpu:2 job.sh"), asks_for_gpus("sbatch job.sh")
+    (True, False)
+    """
+    return GPUS.search(_options(line)) is not None
 
 
 def _options(line: str) -> str:

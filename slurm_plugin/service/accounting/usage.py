@@ -9,18 +9,21 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.idle_gpus import free_gpus, gpus_on, idle_waiting_gpus, narrowest_jobs, waits_for_gpus
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
+from cadenza.policies.core.idle_gpus import (
+    Wanted,
+    free_gpus,
+    gpus_on,
+    idle_waiting_gpus,
+    narrowest_jobs,
+    waits_for_gpus,
+)
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.observe.progress import held_within
 
 HOUR_S = 3600.0
 MAX_GAP_S = 300.0
 """A longer time between two rounds is not counted, because its events are unknown."""
-NOT_WAITING = frozenset(
-    {"Dependency", "DependencyNeverSatisfied", "BeginTime", "JobHeldUser", "JobHeldAdmin", "JobArrayTaskLimit"}
-)
-"""Slurm's reasons of pending jobs that would not start even on free GPUs (squeue(1), JOB REASON CODES)."""
 STARTED = ("RUNNING", "SUSPENDED")
 SLURM_TICK_S = 1.0
 """Slurm's times are whole seconds."""
@@ -181,7 +184,7 @@ def _queues(job: Job, memory: Memory) -> bool:
     """Return whether a pending job waits for GPUs, and not for its owner or another job."""
     if job.held:
         return held_for_us(job, memory)
-    return job.state_reason not in NOT_WAITING
+    return job.state_reason in WAITING_REASONS
 
 
 def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKey, float]:
@@ -211,10 +214,9 @@ def idle_waiting_s(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memo
 
 def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
     waiting = [
-        (partition, job.gpu_type, job.gpus)
+        (Wanted(job.partition, job.gpu_type, job.barred), job.gpus)
         for job in snapshot.jobs
         if waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-        for partition in job.partition.split(",")
     ]
     return idle_waiting_gpus(free_gpus(snapshot), narrowest_jobs(waiting))
 
