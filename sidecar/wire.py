@@ -29,6 +29,7 @@ Messages, agent to job side
     ``cancel``    the stop is withdrawn, go on; after ``resumed`` with ``standing``: move the state out again and wait
     ``save``      to a rank that has yielded: save a checkpoint from the host copy of your state, and wait on
     ``resume``    the lease is yours: move the state back
+    ``note``      a sentence for the job's output
     ``error``     the message was refused; ``error`` gives the reason
 
 Fields (those in brackets may be missing; an unknown one is ignored)
@@ -38,7 +39,8 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
                   [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``) [together]
                   (it can stand with its state back until all ranks have theirs)
-    ``arrived``   order step bytes [held] (device bytes of torch's allocator in this process) [refused]
+    ``arrived``   order step bytes [refused] [held_bytes] [stays_bytes] (both lists, by the device's index in this
+                  process: the device bytes of torch's allocator, and those of them that will stay)
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
                   [failed] (after ``resume``: the GPU fails) [survey_s] (seconds of copy_s's preparation: the state was
@@ -54,7 +56,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``receipt``   receipt: an object with restart (the first start that has to find it), step, paths and away_s (seconds
                   since it was saved; 0: not known); empty if the job has to find nothing. Paths may be left out
     ``stop``      order step;  ``commit`` and ``save``: order [goal] (what the job does when it has saved, a predicate);
-                  ``resume``: order [together];  ``cancel``: order reason;  ``error``: error
+                  ``resume``: order [together];  ``cancel``: order reason;  ``note``: text;  ``error``: error
 
 Rules
     Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank

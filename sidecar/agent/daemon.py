@@ -75,6 +75,7 @@ class Daemon:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._gpu_watch = GpuWatch(clock, nvml_devices, self._wake)
         self.host.gpu_faults = lambda: self._gpu_watch.last.faults
+        self.host.divided_gpus = lambda: self._gpu_watch.last.divided
         self._driver = DriverController(self.host, _free_memory, channel)
         self._coordinator = StopCoordinator(self.host, _free_memory, self._driver, self._gpu_watch)
         self._memory_guard = MemoryGuard(self.host, self._coordinator)

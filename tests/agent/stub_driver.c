@@ -479,6 +479,7 @@ enum { MOST = GPU_OWNERS };
 struct utilization { unsigned gpu, memory; };
 struct sample { unsigned pid; unsigned long long time_us; unsigned sm, memory, encoder, decoder; };
 struct memory { unsigned long long total, free, used; };
+struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 
 static unsigned simulated_processes(GpuFile *gpu, struct process *found)
@@ -574,6 +575,15 @@ int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory)
         memory->used += found[count].used;
     memory->free = memory->total > memory->used ? memory->total - memory->used : 0;
     return OK;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory_v2 *memory)
+{
+    struct memory first;
+    int result = nvmlDeviceGetMemoryInfo(device, &first);
+    if (result == OK)
+        *memory = (struct memory_v2){memory->version, first.total, 0, first.free, first.used};
+    return result;
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *room, struct process *list)

@@ -16,7 +16,7 @@ from test_agent_turns import facts, never_together
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.jobs.stop_states import MIN_OFFLOAD_S
 from cadenza.sidecar.agent.turns.arbiter import FACT_S
-from cadenza.sidecar.agent.turns.coordinator import RETRY_S
+from cadenza.sidecar.agent.turns.coordinator import RETRIES_S
 
 TIMEOUT_S = 30.0
 
@@ -90,7 +90,11 @@ def test_who_does_not_follow_a_stop_is_asked_again_and_each_time_counts(
     for pid in pids:
         rig.attach(1, pid)
     for number in (1, 2, 3):
-        rig.run_once(RETRY_S)
+        if number > 1:
+            pause_s = RETRIES_S[number - 2]
+            rig.run_once(pause_s - 1.0)
+            assert "anew" in evade.__name__ or rig.coordinator.stop(rig.of(1), "service", TIMEOUT_S) is not None
+            rig.run_once(1.0)
         assert rig.coordinator.stop(rig.of(1), "service", TIMEOUT_S) is None
         evade(rig)
         (report,) = rig.run_once().leases

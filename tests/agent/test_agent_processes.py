@@ -31,7 +31,7 @@ from cadenza.sidecar.agent.jobs.stop_states import Stop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
-from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
+from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuMemory
 from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
@@ -378,7 +378,7 @@ def test_gpus_do_not_stand_idle_for_a_suspend_that_does_not_come() -> None:
 class Driver:
     """A GPU as a driver would show it: what each process has there."""
 
-    index = 0
+    index, divided = 0, False
 
     def __init__(self) -> None:
         self.sizes: dict[int, int | None] = {}
@@ -388,11 +388,8 @@ class Driver:
     def processes(self) -> dict[int, int | None]:
         return dict(self.sizes)
 
-    def free_bytes(self) -> int:
-        return self.nbytes - sum(size or 0 for size in self.sizes.values())
-
-    def fault(self) -> str:
-        return self.error
+    def memory(self) -> GpuMemory:
+        return GpuMemory(self.nbytes - sum(size or 0 for size in self.sizes.values()), self.nbytes, self.error)
 
 
 @pytest.fixture
@@ -461,10 +458,8 @@ def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
         (21_300, 20_000, 0, 1_340, True),  # a large context
         (20_300, 20_000, 0, 1_000, False),  # a small one, with data
         (20_300, 20_000, 700, 1_000, True),  # data that torch says to have left
-        (20_300, 0, 0, 2_100, True),  # a job that says nothing about its memory has the most that a context takes
-        (20_300, 0, 0, 2_200, False),
-        (20_300, 20_000, 90_000, 2_400, True),  # and what it says to have left is bounded, too
-        (20_300, 20_000, 90_000, 2_500, False),
+        (26_300, 20_000, 3_000, 9_300, True),  # much of both, such as NCCL's buffers and DDP's buckets
+        (26_300, 20_000, 3_000, 9_400, False),
         (None, 20_000, 700, 2_048, True),  # no look at its boundary
         (None, 20_000, 700, 2_100, False),
     ],
@@ -484,7 +479,7 @@ def test_a_process_may_keep_its_measured_context_and_what_torch_has_left(
     coordinator.advance(job)
     until(lambda: not watch.looking, "the look before")
     driver.sizes = {me: None if before is None else before << 20}
-    packet = wire.encode("arrived", order=stop.order, step=stop.step, held=held << 20)
+    packet = wire.encode("arrived", order=stop.order, step=stop.step, held_bytes=[held << 20])
     coordinator.arrived(job, rank, cast("Arrived", parse(packet)))
     for _ in range(3):
         until(lambda: not watch.looking, "the look at its boundary")
@@ -505,14 +500,13 @@ def test_memory_that_a_job_keeps_is_on_its_lease_and_in_its_note(leaving: tuple[
     seen, driver, job, _ = leaving
     driver.sizes = {os.getpid(): 700 << 20}
     (rank,) = seen.host.run(job.key).ranks.values()
-    rank.page._words[wire.PAGE_MEMORY_KIND] = wire.MEMORY_GPU
-    rank.page._words[wire.PAGE_MEMORY_PEAK] = 30 << 30
-    packet = wire.encode("yielded", bytes=20 << 30, left=2 << 20)
+    sizes = {"needed_bytes": [0, 30 << 30], "regrown_bytes": [0, 3 << 30]}
+    packet = wire.encode("yielded", bytes=20 << 30, left=2 << 20, **sizes)
     seen.arbiter.coordinator.yielded(job, rank, cast("Yielded", parse(packet)))
     job.vtime_s = 50.0
     turn(seen, job, 0.5)
     assert job.state == "yielded"
-    assert (job.left_bytes, job.gpu_bytes) == (700 << 20, (30 << 30) - (2 << 20))
+    assert (job.left_bytes, job.gpu_bytes) == ((700 << 20,), (33 << 30,))
     assert "keeps 700 MB on its GPUs" in seen.host.lease_report(job).note
 
 
@@ -521,7 +515,7 @@ def test_a_job_whose_gpu_is_full_gets_no_lease_and_the_other_goes_on(
 ) -> None:
     """A process that belongs to no job has the memory: the lease waits for room, with the process's name."""
     seen, driver, job, following = leaving
-    driver.sizes, following.gpu_bytes, job.gpu_bytes = {1: 60 << 30}, 30 << 30, 10 << 30
+    driver.sizes, following.gpu_bytes, job.gpu_bytes = {1: 60 << 30}, (30 << 30,), (10 << 30,)
     job.vtime_s = 50.0
     turn(seen, job, 0.1)
     assert (job.state, following.state) == ("yielded", "waiting"), "one look does not decide"

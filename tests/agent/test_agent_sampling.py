@@ -25,7 +25,7 @@ from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.agent.telemetry import gpus
 from cadenza.sidecar.agent.telemetry.collector import Collector, Stretch, joined
-from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuFinder, GpuUse, ProcessUse, nvml_devices
+from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuFinder, GpuMemory, GpuUse, ProcessUse, nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler, Target, Usage
 from cadenza.sidecar.agent_settings import AgentSettings
@@ -126,6 +126,7 @@ class FakeGpu:
 
     index: int
     use: GpuUse = field(default_factory=GpuUse)
+    divided: bool = False
 
     def look(self) -> GpuUse:
         return self.use
@@ -182,7 +183,7 @@ class TestLostGpus:
         lost = set[int]()
 
         def answer(value: Any) -> Callable[..., Any]:
-            def ask(handle: int, *_: object) -> Any:
+            def ask(handle: int, *_: object, **__: object) -> Any:
                 if handle in lost:
                     raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
                 return value(handle)
@@ -193,7 +194,7 @@ class TestLostGpus:
             "HandleByIndex": lambda handle: handle,
             "MinorNumber": lambda handle: handle,
             "UtilizationRates": lambda _: SimpleNamespace(gpu=50),
-            "MemoryInfo": lambda _: SimpleNamespace(used=3 * MIB, free=5 * MIB),
+            "MemoryInfo": lambda _: SimpleNamespace(used=3 * MIB, free=5 * MIB, total=8 * MIB),
             "ComputeRunningProcesses": lambda _: [SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 * MIB)],
             "ProcessUtilization": lambda _: [SimpleNamespace(pid=os.getpid(), timeStamp=1, smUtil=40)],
         }.items():
@@ -208,10 +209,10 @@ class TestLostGpus:
         nvml.add(1)
         found = {device.index: device for device in nvml_devices(tmp_path)}
         assert sorted(found) == [0, 1, 2]
-        assert "lost" in found[1].fault().lower()
-        assert (found[1].processes(), found[1].free_bytes(), found[1].look().processes) == (None, None, None)
-        assert found[2].fault() == ""
-        assert (found[2].processes(), found[2].free_bytes()) == ({os.getpid(): 2 * MIB}, 5 * MIB)
+        assert "lost" in found[1].memory().fault.lower()
+        assert (found[1].processes(), found[1].memory().free, found[1].look().processes) == (None, None, None)
+        assert found[2].memory() == GpuMemory(5 * MIB, 8 * MIB)
+        assert found[2].processes() == {os.getpid(): 2 * MIB}
         assert found[2].look() == GpuUse(50.0, 3 * MIB, {os.getpid(): ProcessUse(40.0, 2 * MIB)})
 
     @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ class TestLostGpus:
     def test_a_gpu_that_is_lost_later_is_not_idle(self, nvml: set[int], tmp_path: Path) -> None:
         (gpu, *_) = nvml_devices(tmp_path)
         nvml.add(0)
-        assert "lost" in gpu.fault().lower()
+        assert "lost" in gpu.memory().fault.lower()
         assert gpu.look() == GpuUse(None, None, None)
 
 
@@ -269,7 +270,7 @@ class TestWithoutNvml:
 class Stuck:
     """A GPU whose driver does not come back until it is let go."""
 
-    index = 0
+    index, divided = 0, False
 
     def __init__(self) -> None:
         self.free = threading.Event()

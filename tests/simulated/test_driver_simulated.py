@@ -23,7 +23,7 @@ LOOK = """
 import json
 from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
 (gpu,) = nvml_devices()
-print(json.dumps([gpu.index, gpu.fault(), gpu.free_bytes(), gpu.look().memory_bytes, gpu.processes()]))
+print(json.dumps([gpu.index, gpu.memory().fault, gpu.memory().free, gpu.look().memory_bytes, gpu.processes()]))
 """
 SAMPLE = """
 import json, sys

@@ -92,7 +92,9 @@ def test_a_job_that_yields_computes_the_same(tmp_path: Path, name: str) -> None:
     assert [message["step"] for message in turns.arrived] == STOPS
     assert all(message["bytes"] > 0 and not message["resident"] for message in turns.yielded)
     for arrived, yielded in zip(turns.arrived, turns.yielded, strict=True):
-        assert simulated_gpu.GPU.capacity > arrived["held"] >= yielded["bytes"] + yielded["left"]
+        (held,), (stays,) = arrived["held_bytes"], arrived["stays_bytes"]
+        assert simulated_gpu.GPU.capacity > held >= yielded["bytes"] + yielded["left"]
+        assert stays <= yielded["left"] <= stays + (22 << 20), "what stays is told before the move"
     assert max(seen) <= 22 << 20, "at most a segment of each size stays, for the loop's own tensors"
 
 

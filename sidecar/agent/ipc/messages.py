@@ -121,15 +121,15 @@ class RequeuedBy(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The rank stands at boundary ``step``; ``bytes`` is the host memory its state would take.
-
-    ``held`` is the device memory that torch holds in this process, its allocator's cache included.
-    """
+    """The rank stands at boundary ``step``; ``bytes`` is the host memory its state would take."""
 
     order: Step
     step: RankStep
     bytes: Bytes = 0
-    held: Bytes = 0
+    held_bytes: GpuBytes = ()
+    """Memory that torch holds on each GPU, its allocator's cache included, by the device's index in the process."""
+    stays_bytes: GpuBytes = ()
+    """The part of it that will stay there."""
     refused: Text = ""
 
 

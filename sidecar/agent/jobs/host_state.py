@@ -79,6 +79,8 @@ class Host:
     """Returns the state of a job's processes now."""
     gpu_faults: Callable[[], Mapping[int, str]] = dict
     """Returns the driver's word on each GPU that has failed."""
+    divided_gpus: Callable[[], Sequence[int]] = tuple
+    """Returns the GPUs that are divided (MIG)."""
     _clock_offset_s: float | None = None
     _steps_looked_at: float = float("-inf")
     _absent_since: dict[JobKey, float] = field(default_factory=dict)
@@ -148,7 +150,14 @@ class Host:
         now = self.clock.monotonic()
         failed = [printable(f"GPU {gpu} has failed: {fault}", MAX_TEXT) for gpu, fault in self.gpu_faults().items()]
         lasting = (one for one in self.taken if now - one.since_s >= SURVIVORS_S)
-        return (*failed, *map(str, lasting))[:MAX_TAKEN]
+        divided = (self.divided,) if self.divided else ()
+        return (*divided, *failed, *map(str, lasting))[:MAX_TAKEN]
+
+    @property
+    def divided(self) -> str:
+        """Reason why no job of this host shares its GPUs: MIG is on, so that Slurm numbers instances; otherwise ""."""
+        gpus = self.divided_gpus()
+        return f"GPU {gpus[0]} is divided (MIG), and jobs take turns on whole GPUs only" if gpus else ""
 
     def shown(self, lease: Lease, within_s: float = LOOK_S) -> Shown:
         """Return the state of a job's processes as the host shows it, at most ``within_s`` old."""
@@ -347,6 +356,9 @@ class Host:
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
             refusals=run.refusals,
+            unyielding=""
+            if run.unable_reason(lease)
+            else printable(run.unyielding_reason(self.clock.monotonic()), MAX_TEXT),
             shown=self.shown(lease),
             amiss=self.amiss(lease),
             late=lease.unasked,
@@ -379,6 +391,5 @@ class Host:
 
 def _kept(lease: Lease) -> str:
     """Return the sentence about GPU memory that a job keeps while it is out, "" for none."""
-    if lease.state != "yielded" or not lease.left_bytes:
-        return ""
-    return f"it keeps {lease.left_bytes >> 20} MB on its GPUs while it is out"
+    left = sum(lease.left_bytes) if lease.state == "yielded" else 0
+    return f"it keeps {left >> 20} MB on its GPUs while it is out" if left else ""

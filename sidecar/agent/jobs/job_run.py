@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
@@ -17,6 +18,8 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.bounds import MAX_NUMBER, MAX_RECEIPT_PATH, MAX_RECEIPT_PATHS
 from cadenza.sidecar.stop_step import Progress
 
+MAX_REFUSALS = 3
+"""Stops in a row that failed after which a job counts as one that cannot be stopped."""
 SAVE_POINT_STEPS = 100
 """Steps in whose time a save point must come after an order. One step is the usual; a hundred also cover the micro-
 batches of a large accumulation and most evaluations, and the job loses nothing by it, because it trains on."""
@@ -45,10 +48,15 @@ class Rank:
     """Bytes of state that its last yield moved out."""
     left: int = 0
     """Bytes that torch kept on the GPU after it."""
-    held: int = 0
-    """Bytes that torch held on its GPUs when it last stood at a boundary."""
-    context: int | None = None
-    """Bytes of its CUDA contexts, as measured at its last stop; None if they were not."""
+    held: tuple[int, ...] = ()
+    """Bytes that torch held on each of its devices when it last stood at a boundary, by their indices there."""
+    stays: tuple[int, ...] = ()
+    """The part of them that was to stay."""
+    needed: tuple[int, ...] = ()
+    """Bytes that torch needs there to go on after its last yield; ``regrown``: those that NCCL takes beside them."""
+    regrown: tuple[int, ...] = ()
+    beyond: Mapping[int, int] | None = None
+    """Bytes on each GPU that were not torch's, as measured at its last stop; None if they were not."""
     refused: str = ""
     failed: str = ""
     """Reason why its state cannot come back to its GPU, which has failed; "" once it is back."""
@@ -128,7 +136,11 @@ class JobRun:
     fault: str = ""
     """Reason for which the agent leaves it alone, after one of its steps failed; otherwise empty."""
     retry_at: float = 0.0
-    """Monotonic time before which no new stop is tried."""
+    """Monotonic time before which it is not asked to yield again, after a stop that failed."""
+    save_retry_at: float = 0.0
+    """The same for checkpoints."""
+    divided: str = ""
+    """Reason why its GPUs are not shared: Slurm's indices are no GPUs (MIG); otherwise empty."""
     preferred_until: float = 0.0
     """Monotonic time until which free GPUs go to this job before any other."""
     empty_since: float | None = None
@@ -166,6 +178,15 @@ class JobRun:
     """Monotonic time at which such a look found too little."""
     refusals: int = 0
     """Stops in a row that its ranks refused, slept through or only claimed to follow."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """Memory of each GPU that it keeps while it is out, or would keep, as of ``kept_at``; empty until measured."""
+    kept_at: float = float("-inf")
+    useless: str = ""
+    """Reason why no job that waits for its GPUs would fit beside that, so that it is not asked to yield; else empty."""
+    judged: tuple[float, int] | None = None
+    """The look at the GPUs and the state of the leases by which that was found."""
+    out_at: float = float("-inf")
+    """Monotonic time at which its ranks had moved out for its last yield."""
     seen: tuple[float, Shown] | None = None
     """Monotonic time and result of the last look at its processes."""
     saved_at: float | None = None
@@ -325,17 +346,32 @@ class JobRun:
 
     def not_ready_reason(self, lease: Lease, now: float) -> str | None:
         """Return the reason why the job cannot be asked to yield at the monotonic time ``now``; None if it can."""
+        return self.unable_reason(lease) or self.unyielding_reason(now) or None
+
+    def unsavable_reason(self, lease: Lease, now: float) -> str | None:
+        """Return the reason why the job cannot be asked for a checkpoint now, even if it may yield; None if it can."""
+        if now < self.save_retry_at:
+            return f"its last checkpoint failed ({self.note}); next try in {self.save_retry_at - now:.0f} s"
+        return self.unable_reason(lease) or self.unattached_reason(lease)
+
+    def unyielding_reason(self, now: float) -> str:
+        """Return the reason why the job is not asked to yield, although its ranks can stop at a boundary; else ""."""
+        if now < self.retry_at:
+            last = "its last stop" if self.refusals < MAX_REFUSALS else f"each of its last {self.refusals} stops"
+            return f"{last} failed ({self.note}); next try in {self.retry_at - now:.0f} s"
+        return self.useless
+
+    def unable_reason(self, lease: Lease) -> str | None:
+        """Return the reason why the job's ranks cannot stop at a boundary, for a yield or a checkpoint; else None."""
         if self.fault or not lease.managed:
             return self.fault or "it did not opt in"
+        if self.divided:
+            return self.divided
         if not lease.gpus:
             return "its GPUs are not known to the agent"
         if self.driver:
             return self.driver
-        if not self.freezable and (reason := self.unattached_reason(lease)):
-            return reason
-        if now < self.retry_at:
-            return f"its last stop failed ({self.note}); next try in {self.retry_at - now:.0f} s"
-        return None
+        return None if self.freezable else self.unattached_reason(lease)
 
     def unattached_reason(self, lease: Lease) -> str | None:
         """Return the reason why the ranks cannot be asked to stop, naming the missing ones; None if they can."""

@@ -83,10 +83,10 @@ class Lease(msgspec.Struct):
     memory_mb: int = 0
     frozen: tuple[GpuProcess, ...] = ()
     """Processes that the driver path works on: locked, checkpointed, or about to be."""
-    gpu_bytes: int = 0
-    """Memory that it needs on each of its GPUs to go on, as of its last yield; 0 if unknown."""
-    left_bytes: int = 0
-    """Memory that its processes kept on its GPUs after its last yield, by torch or by NVML, whichever is more."""
+    gpu_bytes: tuple[int, ...] = ()
+    """Memory of each of its GPUs that it needs to go on, beside what it kept at its last yield; empty if unknown."""
+    left_bytes: tuple[int, ...] = ()
+    """Memory of each of its GPUs that its processes kept at its last yield."""
     pack: int = 0
     """Jobs with the same number above 0 may have the same GPUs at once, by the service's order."""
     loose: bool = False
@@ -111,6 +111,11 @@ class Lease(msgspec.Struct):
     def occupying(self) -> bool:
         """True while the GPUs are this job's."""
         return self.state in OCCUPYING
+
+    @property
+    def needs(self) -> dict[int, int]:
+        """Memory that it needs to go on, by GPU; empty if unknown."""
+        return dict(zip(self.gpus, self.gpu_bytes, strict=False))
 
     def held_s(self, now: float) -> float:
         """Return the length of the stretch under way; 0 if there is none."""

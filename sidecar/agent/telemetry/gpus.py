@@ -19,7 +19,7 @@ FAILED = frozenset({15, 16, 999})
 NO_SAMPLES = 6
 """NVML_ERROR_NOT_FOUND: no process has used the GPU since the last look."""
 FIND_AGAIN_S = 60.0
-"""Time between two searches for GPUs while none has been found, in seconds."""
+"""Time between two searches for GPUs while none has been found, or one has failed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,16 @@ class GpuUse:
     memory_bytes: int | None = None
     processes: Mapping[int, ProcessUse] | None = field(default_factory=dict)
     """Every process with a context, by pid; None where the driver does not name them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one GPU in bytes, None where the driver does not report it."""
+
+    free: int | None = None
+    total: int | None = None
+    fault: str = ""
+    """The driver's word on a GPU that has failed, "" for one that answers."""
 
 
 class GpuDevice(Protocol):
@@ -59,12 +69,13 @@ class GpuDevice(Protocol):
         """
         ...
 
-    def free_bytes(self) -> int | None:
-        """Return the free memory; None where the driver does not report it. Raise nothing."""
+    def memory(self) -> GpuMemory:
+        """Return its memory, or its fault; raise nothing."""
         ...
 
-    def fault(self) -> str:
-        """Return the driver's word on a GPU that has failed, "" for one that answers. Raise nothing."""
+    @property
+    def divided(self) -> bool:
+        """True if MIG is on, so that Slurm's indices are those of instances, and not of GPUs."""
         ...
 
 
@@ -77,11 +88,16 @@ class NvmlDevice:
         self.index = int(self._ask(nvml.nvmlDeviceGetMinorNumber, position))
         self._last_us = 0
 
+    @property
+    def divided(self) -> bool:
+        """True if NVML says that MIG is on now."""
+        return bool(self._ask(self._nvml.nvmlDeviceGetMigMode, (0, 0))[0])
+
     def look(self) -> GpuUse:
         """Return NVML's present utilization, memory and processes."""
         nvml = self._nvml
         utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, None)
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, None)
+        memory = self._ask(self._memory_info, None)
         sizes, percents = self.processes(), self._percents()
         unlisted = None if percents is None else 0.0
         return GpuUse(
@@ -96,18 +112,20 @@ class NvmlDevice:
         running: list[Any] | None = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, None)
         return None if running is None else {int(one.pid): one.usedGpuMemory for one in running}
 
-    def free_bytes(self) -> int | None:
-        """Return NVML's free memory."""
-        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, None)
-        return None if memory is None else int(memory.free)
-
-    def fault(self) -> str:
-        """Return NVML's error if it has lost this GPU."""
+    def memory(self) -> GpuMemory:
+        """Return NVML's free memory, or its error if it has lost this GPU."""
         try:
-            self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            memory = self._memory_info(self._handle)
         except self._nvml.NVMLError as error:
-            return str(error) if error.value in FAILED else ""
-        return ""
+            return GpuMemory(fault=str(error) if error.value in FAILED else "")
+        return GpuMemory(int(memory.free), int(memory.total))
+
+    def _memory_info(self, handle: Any) -> Any:
+        """Return NVML's memory; version 1, all that drivers before 510 have, counts what is reserved as used."""
+        try:
+            return self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
+        except self._nvml.NVMLError_FunctionNotFound:
+            return self._nvml.nvmlDeviceGetMemoryInfo(handle)
 
     def _percents(self) -> dict[int, float] | None:
         """Return each process's mean share of the SMs since the last call, None if this GPU does not tell it.
@@ -139,6 +157,8 @@ class NvmlDevice:
 class LostDevice:
     """A GPU of which NVML reports nothing, because it has failed."""
 
+    divided = False
+
     def __init__(self, index: int, reason: str) -> None:
         self.index = index
         self._reason = reason
@@ -150,16 +170,16 @@ class LostDevice:
     def processes(self) -> None:
         """Return None: NVML does not name its processes."""
 
-    def free_bytes(self) -> None:
-        """Return None: NVML does not report its memory."""
-
-    def fault(self) -> str:
+    def memory(self) -> GpuMemory:
         """Return NVML's error."""
-        return self._reason
+        return GpuMemory(fault=self._reason)
 
 
 class GpuFinder:
-    """The host's GPUs, searched for again while there are none: an agent may start before the driver has."""
+    """The host's GPUs, searched for again while there are none, or one has failed.
+
+    An agent may start before the driver has, and a GPU that was reset has another handle.
+    """
 
     def __init__(self, clock: Clock, find: Callable[[], Sequence[GpuDevice]]) -> None:
         self._clock = clock
@@ -167,10 +187,10 @@ class GpuFinder:
         self._found: Sequence[GpuDevice] = ()
         self._next_s = float("-inf")
 
-    def devices(self) -> Sequence[GpuDevice]:
-        """Return the GPUs that were found."""
+    def devices(self, *, failed: bool = False) -> Sequence[GpuDevice]:
+        """Return the GPUs that were found; ``failed``: the last look has found one that has failed."""
         now = self._clock.monotonic()
-        if not self._found and now >= self._next_s:
+        if (failed or not self._found) and now >= self._next_s:
             self._next_s = now + FIND_AGAIN_S
             self._found = self._find()
         return self._found
@@ -215,5 +235,5 @@ def nvml_devices(dev: Path = Path("/dev")) -> tuple[GpuDevice, ...]:
     unknown = sorted({int(number) for number in files if number.isdigit()} - {device.index for device in devices})
     lost = [LostDevice(index, error) for index, error in zip(unknown, errors, strict=False)]
     for device in lost:
-        log.error("GPU %d has failed: %s", device.index, device.fault())
+        log.error("GPU %d has failed: %s", device.index, device.memory().fault)
     return (*devices, *lost)

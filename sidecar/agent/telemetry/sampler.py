@@ -66,7 +66,9 @@ class Sampler:
     def sample(self, targets: Sequence[Target]) -> dict[JobKey, Usage]:
         """Return each job's use; one pass over the host's processes and one over its GPUs serve all jobs."""
         children = _children()
-        looks = {device.index: device.look() for device in self._gpus.devices()}
+        devices = self._gpus.devices()
+        # Where a GPU is divided (MIG), Slurm's indices are those of instances.
+        looks = {} if any(one.divided for one in devices) else {one.index: one.look() for one in devices}
         before, self._before = self._before, {}
         usage = {}
         for target in targets:

@@ -18,6 +18,7 @@ from cadenza.sidecar.agent.jobs.host_state import LOOK_S, Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent.turns import gpu_room
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ DRIVER_S = 5.0
 """Longest wait for the driver's look at the GPUs before a lease, in seconds; then the lease is given without it."""
 FACT_S = 10.0
 """Longest wait of a job of several hosts for the service's first word on it, in seconds."""
+FRESH_S = 1.0
+"""Age up to which the look that showed the last holder out also shows the room for the next one."""
+KEPT_S = 900.0
+"""Time for which a measurement of what a job keeps while it is out counts; then it is stopped, and measured, again."""
 NO_ROOM_S = 15.0
 """Time for which a job whose GPUs had no room for it gets no lease, in seconds; then the driver is asked again."""
 
@@ -60,9 +65,13 @@ class Arbiter:
         """Give out free GPUs, and ask jobs to yield whose turn, or whose pack, is over."""
         # 1. The same pure function as in the service decides who is next.
         facts, timeout_s = self.host.facts, self.host.settings.yield_timeout_s
-        for waiting in self.host.leases:
-            if not waiting.occupying:
-                self._look_for_room(waiting)
+        divided = self.host.divided
+        for one in self.host.leases:
+            self.host.run(one.key).divided = divided if one.gpus else ""
+            if one.occupying:
+                self._look_for_use(one)
+            else:
+                self._look_for_room(one)
         displace = self.host.rotating() and facts.enforce
         self.watching = False
         turn = next_turn(
@@ -173,11 +182,13 @@ class Arbiter:
         watch, run, now = self.coordinator.gpus, self.host.run(lease.key), self.host.clock.monotonic()
         if watch is None or not lease.gpu_bytes or any(map(lease.packed_with, self.host.leases.rivals(lease))):
             return True
-        since = run.grant_at = now if run.grant_at is None else run.grant_at
-        if watch.last.began_s <= since:
-            watch.ask()
+        if run.grant_at is None:  # the look by which the last holder was seen to be out is new enough
+            run.grant_at = max((self.host.run(one.key).out_at for one in self._rivals_out(lease)), default=now)
+            run.grant_at = run.grant_at if now - run.grant_at < FRESH_S else now
+        since = run.grant_at
+        if not watch.looked_since(since, lease.gpus):
             return now - since > DRIVER_S
-        shortage = watch.last.shortage(lease.gpus, lease.gpu_bytes, self.host.named)
+        shortage = watch.last.shortage(lease.needs, self.host.named)
         if shortage and run.short_at is None:
             run.grant_at = run.short_at = now
             return False
@@ -210,11 +221,37 @@ class Arbiter:
         if now >= run.no_room_until:
             run.no_room = ""
         holders = self.host.leases.blockers(lease)
-        if watch is None or run.no_room or not lease.gpu_bytes or not holders:
+        if watch is None or run.no_room or not holders:
+            return
+        kept: dict[int, int] = {}
+        for holder in holders:
+            for gpu, size in self._kept(self.host.run(holder.key)).items():
+                kept[gpu] = kept.get(gpu, 0) + size
+        if not lease.gpu_bytes and not kept:
             return
         leaving = {pid for holder in holders for pid in membership.pids_of(holder)}
-        if shortage := watch.last.shortage(lease.gpus, lease.gpu_bytes, self.host.named, leaving):
-            run.no_room, run.no_room_until = shortage, now + NO_ROOM_S
+        found = gpu_room.shortage(lease, watch.last, self.host.leases, self.host.named, kept, leaving)
+        if found:
+            run.no_room, run.no_room_until = found, now + NO_ROOM_S
+
+    def _look_for_use(self, lease: Lease) -> None:
+        """Note why nobody who waits could use what a holder would free, by what it kept or would have kept before."""
+        watch, run = self.coordinator.gpus, self.host.run(lease.key)
+        kept = self._kept(run)
+        if watch is None or lease.state != "held" or not kept:
+            run.useless = ""
+            return
+        state = (watch.last.since_s(lease.gpus), self.host.leases.changed)
+        if state != run.judged:
+            run.judged = state
+            run.useless = gpu_room.useless(lease, kept, watch.last, self.host.leases, self.host.named)
+
+    def _kept(self, run: JobRun) -> Mapping[int, int]:
+        """Return what a job keeps while it is out, as measured lately; nothing if it was not."""
+        return run.kept if self.host.clock.monotonic() - run.kept_at < KEPT_S else {}
+
+    def _rivals_out(self, lease: Lease) -> list[Lease]:
+        return [other for other in self.host.leases.rivals(lease) if other.state == "yielded"]
 
     def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:
         """Return True while Slurm has to act before the job for which another one has yielded may run.

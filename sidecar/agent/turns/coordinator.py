@@ -11,18 +11,21 @@ from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Spilled, Yielded
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun, Rank, Resume
+from cadenza.sidecar.agent.jobs.job_run import MAX_REFUSALS, Eviction, JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
-from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch, may_keep
-from cadenza.sidecar.bounds import MAX_TEXT
+from cadenza.sidecar.agent.telemetry.gpu_watch import NO_LOOK, GpuWatch, Look
+from cadenza.sidecar.agent.turns import gpu_room
+from cadenza.sidecar.agent.turns.gpu_room import may_keep
+from cadenza.sidecar.bounds import MAX_NUMBER, MAX_TEXT
 from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 15.0
-"""Pause after a stop that failed, before the job is asked again."""
+RETRIES_S = (15.0, 60.0, 300.0, 1800.0)
+"""Pause after a stop that failed, and after the second, third and each further one in a row, before the job is asked
+again: a stop that fails late costs seconds of its GPUs' time."""
 MEASURE_S = 1.0
 """Longest wait for the driver's look at the ranks' memory before they move it out, in seconds."""
 LEAVE_S = 5.0
@@ -33,6 +36,8 @@ FAILED_SAVE_S = 900.0
 FAILED_HOLD_S = 60.0
 """Longest times for the checkpoint of a job whose GPU fails, and for the requeue after it, in seconds; without a
 requeue it tries its GPUs again."""
+TURNS = frozenset({"service", "turn", "exclusive"})
+"""Causes of a yield by which another job is to have the GPUs."""
 STEPS_SPACING_S = 0.05
 """Least time between two messages that only report a multi-node job's progress."""
 
@@ -73,7 +78,7 @@ class StopCoordinator:
             return f"its lease is {lease.state}"
         if run.resume is not None:
             return "it is still taking its state back"
-        if reason := run.not_ready_reason(lease, now) or (checkpoint and run.unattached_reason(lease)):
+        if reason := run.unsavable_reason(lease, now) if checkpoint else run.not_ready_reason(lease, now):
             return reason
         if checkpoint and run.unrestored:
             return f"{run.unrestored}: it is not moved again"
@@ -104,7 +109,7 @@ class StopCoordinator:
         run, now = self.host.run(lease.key), self.host.clock.monotonic()
         if lease.state != "yielded" or run.stop is not None:
             return f"its lease is {lease.state}"
-        if reason := run.not_ready_reason(lease, now) or run.unattached_reason(lease):
+        if reason := run.unsavable_reason(lease, now):
             return reason
         if lease.frozen or not run.can_checkpoint_away or not all(rank.out for rank in run.ranks.values()):
             return "not all its ranks can save a checkpoint from host memory: see client.checkpoint()"
@@ -150,17 +155,24 @@ class StopCoordinator:
         if self.driver.wanted_always and run.may_freeze(lease):
             self._freeze(lease, stop)
             return
-        now, busy, left_bytes = self.host.clock.monotonic(), "", run.left_bytes
+        # 1. What the driver shows that they keep, and if another job can use the rest.
+        now, busy, useless = self.host.clock.monotonic(), "", ""
+        kept = dict.fromkeys(lease.gpus, run.left_bytes // max(len(lease.gpus), 1))
         stop.out_at = now if stop.out_at is None else stop.out_at
         if self.gpus is not None and self.gpus.names_processes(lease.gpus):
             pids = membership.pids_of(lease)
-            allowed = {pid: may_keep(rank.context, rank.left) if (rank := run.ranks.get(pid)) else None for pid in pids}
-            looked = self.gpus.busy(lease.gpus, allowed, stop.out_at)
+            looked = self.gpus.busy(lease.gpus, {pid: may_keep(run.ranks.get(pid)) for pid in pids}, stop.out_at)
             busy = "the driver has not answered" if looked is None else looked
-            left_bytes = max(left_bytes, self.gpus.last.bytes_of(lease.gpus, pids))
-        if not busy:
+            kept = {gpu: self.gpus.last.bytes_of((gpu,), pids) for gpu in lease.gpus}
+            useless = "" if busy else self._useless(lease, run, stop, kept)
+        # 2. The lease ends, or the job keeps it.
+        if useless:
+            self._run_on(lease, run, "fail", useless)
+        elif not busy:
             stop.bytes = max(stop.bytes, sum(rank.moved for rank in run.ranks.values()))
-            lease.gpu_bytes, lease.left_bytes = run.gpu_bytes // max(len(lease.gpus), 1), left_bytes
+            needs, run.out_at = self._needs(lease, run), stop.out_at
+            lease.gpu_bytes = tuple(needs[gpu] for gpu in lease.gpus) if needs else ()
+            lease.left_bytes = tuple(kept[gpu] for gpu in lease.gpus)
             self._release(lease, run, stop, "all offloaded")
             if stop.origin == "failed":
                 refusal = self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
@@ -169,27 +181,52 @@ class StopCoordinator:
             run.refusals += 1
             self._run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
 
+    def _needs(self, lease: Lease, run: JobRun) -> dict[int, int]:
+        """Return the memory of each GPU that a job needs to go on, by its ranks' word; nothing if they have no GPU."""
+        look = self.gpus.last if self.gpus is not None else NO_LOOK
+        needs = dict.fromkeys(lease.gpus, 0)
+        for rank in run.ranks.values():
+            for sizes in (rank.needed, rank.regrown):
+                for gpu, size in look.by_gpu(lease.gpus, rank.pid, sizes).items():
+                    needs[gpu] = min(needs[gpu] + size, MAX_NUMBER)
+        return needs if any(needs.values()) else {}
+
+    def _useless(self, lease: Lease, run: JobRun, stop: Stop, kept: dict[int, int]) -> str:
+        """Note what a job keeps while it is out; return why nobody who waits for its GPUs can use the rest, else ""."""
+        if self.gpus is None or stop.origin not in TURNS:
+            return ""
+        run.kept, run.kept_at = kept, self.host.clock.monotonic()
+        return gpu_room.useless(lease, kept, self.gpus.last, self.host.leases, self.host.named)
+
     def _align(self, lease: Lease, run: JobRun, stop: Stop) -> None:
         """Bring all ranks to one boundary, and commit the stop there."""
         # 1. The ranks' progress decides on one stop step for all of them.
         progress = tuple(rank.progress for rank in run.ranks.values())
         plan = stop.plan(progress, self.host.clock.monotonic(), in_step=run.in_step)
+        if isinstance(plan, Commit) and not self._measured(lease, stop):
+            return
         shortage = self._memory_shortage(run) if isinstance(plan, Commit) else None
+        useless = self._useless_move(lease, run, stop) if isinstance(plan, Commit) and not shortage else ""
         if isinstance(plan, Raise) and (stop.service_step or not stop.multi_node):
             self.raise_stop_step(lease, plan.step)
         # 2. A job on several hosts is led by the service, which learns this host's progress and sends the commit.
         if stop.multi_node and not (isinstance(plan, Cancel) and plan.kind == "timeout"):
-            self._report_steps(lease, stop, plan, shortage)
+            self._report_steps(lease, stop, plan, shortage or useless)
         # 3. A job whose ranks refuse is handed to the driver path, if that may help; any other runs on.
         elif isinstance(plan, Cancel) and plan.kind == "refused" and stop.driver_may_help and run.may_freeze(lease):
             log.info("left to the driver JOBID=%s: %s", lease.key, plan.reason)
             self._freeze(lease, stop)
         elif isinstance(plan, Cancel):
             self.withdraw(lease, plan.kind, plan.reason)
-        # 4. All have arrived: they move their state out or save it, if the host has memory for it.
+        # 4. All have arrived: they move their state out or save it, if the host has memory for it, and it helps anyone.
         elif shortage:
             self.withdraw(lease, "refused", shortage)
-        elif isinstance(plan, Commit) and self._measured(lease, stop):
+        elif useless and run.may_freeze(lease):
+            log.info("left to the driver JOBID=%s: %s", lease.key, useless)
+            self._freeze(lease, stop)
+        elif useless:
+            self.withdraw(lease, "refused", useless, counts=False)
+        elif isinstance(plan, Commit):
             self.commit(lease)
 
     # --- steps of a stop -----------------------------------------------------------------------------------
@@ -279,21 +316,33 @@ class StopCoordinator:
         if isinstance(stop, CheckpointStop) or self.gpus is None or not self.gpus.names_processes(lease.gpus):
             return True
         late = self.host.clock.monotonic() - stop.arrived_at > MEASURE_S
-        return self.gpus.looked_since(stop.arrived_at) or late
+        return self.gpus.looked_since(stop.arrived_at, lease.gpus) or late
+
+    def _look(self, lease: Lease, stop: Stop) -> Look | None:
+        """Return the driver's look at the ranks since all stand at their boundary; None without."""
+        if self.gpus is None or not self.gpus.names_processes(lease.gpus):
+            return None
+        return self.gpus.last if self.gpus.last.since_s(lease.gpus) > stop.arrived_at else None
+
+    def _useless_move(self, lease: Lease, run: JobRun, stop: Stop) -> str:
+        """Return why nobody who waits could use what a yield of the ranks, which have arrived, would free; else ""."""
+        look = self._look(lease, stop)
+        if look is None or isinstance(stop, CheckpointStop) or (self.driver.wanted_always and run.may_freeze(lease)):
+            return ""
+        return self._useless(lease, run, stop, gpu_room.kept_by(lease, run, look))
 
     def commit(self, lease: Lease) -> None:
         """Let all ranks move their state out, or save it; from here on only a resume leads back.
 
-        The driver's look since all stand at the boundary tells the CUDA context of each rank.
+        The driver's look since all stand at the boundary tells the memory of each rank that is not torch's.
         """
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
-        look = None if self.gpus is None else self.gpus.last
-        measured = look is not None and look.began_s > stop.arrived_at
+        look = self._look(lease, stop)
         for rank in run.ranks.values():
-            rank.context = look.context_bytes(lease.gpus, rank.pid, rank.held) if look and measured else None
+            rank.beyond = look.beyond(lease.gpus, rank.pid, rank.held) if look else None
         stop.on_all_arrived(self.host.clock.monotonic())
         stop.bytes = sum(rank.bytes for rank in run.ranks.values())
         goal = stop.goal if isinstance(stop, CheckpointStop) else ""
@@ -319,17 +368,17 @@ class StopCoordinator:
 
     # --- ends of a stop ------------------------------------------------------------------------------------
 
-    def withdraw(self, lease: Lease, kind: str, reason: str) -> None:
+    def withdraw(self, lease: Lease, kind: str, reason: str, *, counts: bool = True) -> None:
         """End a stop before its commit; the job runs on and is left alone for a while.
 
-        That counts as refused, unless the ranks came to no boundary at which a checkpoint can be saved.
+        That ``counts`` as refused, unless the ranks came to no boundary at which a checkpoint can be saved.
         """
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
         passed = run.passed
-        run.refusals += not passed
+        run.refusals += counts and not passed
         reason = f"no save point: {passed} ({reason})" if passed else reason
         stop.move("withdraw")
         self._send_on(run, stop, reason)
@@ -352,6 +401,7 @@ class StopCoordinator:
         for rank in run.ranks.values():
             rank.page.order(0, 0)
         self._end_failed(lease, run, stop, "refused", reason)
+        log.warning("stop failed JOBID=%s refusals=%d: %s", lease.key, run.refusals, reason)
 
     def go_on(self, lease: Lease, reason: str) -> None:
         """Let a job that stands after its checkpoint train on; any other is not affected."""
@@ -369,12 +419,27 @@ class StopCoordinator:
             self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)
 
     def _end_failed(self, lease: Lease, run: JobRun, stop: Stop, kind: str, reason: str) -> None:
-        """Report a stop that failed, and let the job run."""
+        """Report a stop that failed, to the job's output too, and let the job run."""
         self._report_stop(lease, stop, kind, reason)
         run.stop, run.note = None, reason
-        run.retry_at = self.host.clock.monotonic() + RETRY_S
+        now, pause_s = self.host.clock.monotonic(), RETRIES_S[min(max(run.refusals, 1), len(RETRIES_S)) - 1]
+        if isinstance(stop, CheckpointStop):
+            run.save_retry_at = now + RETRIES_S[0]
+            run.retry_at = max(run.retry_at, run.save_retry_at)
+        else:
+            run.retry_at = now + pause_s
+            self._tell_owner(run, stop, reason, pause_s)
         stop.give_back(self.host.leases, lease, self.host.clock.now())
         self.resume(lease)
+
+    def _tell_owner(self, run: JobRun, stop: Stop, reason: str, pause_s: float) -> None:
+        """Have one rank write to the job's output why it keeps its GPUs although its turn is over."""
+        rank = min(run.connected, key=lambda rank: rank.hello.rank, default=None)
+        if rank is None or stop.origin not in TURNS:
+            return
+        more = " From now on it counts as one that cannot be stopped." if run.refusals == MAX_REFUSALS else ""
+        text = f"this job keeps its GPUs although others wait: {reason} (next try in {pause_s:.0f} s).{more}"
+        self.host.outbox.post(rank.session, "note", text=printable(text, MAX_TEXT))
 
     def _release(self, lease: Lease, run: JobRun, stop: Stop, event: str) -> None:
         """Take the lease of a job that uses its GPUs no more."""
@@ -419,11 +484,12 @@ class StopCoordinator:
             log.debug("late arrival JOBID=%s rank=%d", lease.key, rank.hello.rank)
             self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
             return
-        rank.bytes, rank.held, rank.refused = message.bytes, message.held, message.refused
+        rank.bytes, rank.refused = message.bytes, message.refused
+        rank.held, rank.stays = message.held_bytes, message.stays_bytes
         if rank.arrived is None:
             stop.arrived_at = self.host.clock.monotonic()
             if self.gpus is not None:
-                self.gpus.ask()
+                self.gpus.ask(lease.gpus)
         if message.step < stop.step:
             self._tell_stop_step(rank, stop)
         else:
@@ -436,6 +502,7 @@ class StopCoordinator:
         rank.out, rank.arrived, rank.on_disk = not message.error, None, False
         if message.bytes:  # a rank that says again that it is out has moved nothing since
             rank.moved, rank.left = message.bytes, message.left
+            rank.needed, rank.regrown = message.needed_bytes, message.regrown_bytes
         if message.error:
             log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, printable(message.error))
         if run.driver:
@@ -535,7 +602,8 @@ class StopCoordinator:
         run = self.host.run(lease.key)
         if not rank.hello.again:  # a new client: forget the failures of the one before, and a stop by its steps
             self.withdraw(lease, "refused", "its process attached anew")
-            run.retry_at = 0.0
+            run.retry_at = run.save_retry_at = 0.0
+            run.kept = {}
         reported_out = rank.hello.state == "yielded"
         rank.out = reported_out or not (lease.occupying or rank.hello.in_step)
         if not rank.out:
@@ -668,9 +736,10 @@ class StopCoordinator:
             self._release(lease, run, stop, "all offloaded")
             return
         self._send_on(run, stop, reason, staying=True)
+        run.refusals += retry_s >= RETRIES_S[0]
         self._run_on(lease, run, "fail", reason)
-        run.retry_at = self.host.clock.monotonic() + retry_s
-        log.info("stop withdrawn JOBID=%s driver: %s", lease.key, reason)
+        now = self.host.clock.monotonic()
+        run.retry_at = max(run.retry_at, now + retry_s) if retry_s >= RETRIES_S[0] else now + retry_s
 
     def thawed(self, lease: Lease, seconds: float) -> None:
         """Go on with a job that the driver has restored."""

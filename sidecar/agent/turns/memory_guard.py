@@ -235,7 +235,7 @@ class MemoryGuard:
         """Return True if the job can save a checkpoint while it is out, and be requeued with it."""
         fact = self.host.fact_of(lease)
         requeueable = fact is not None and fact.requeueable and not run.requeue_owner
-        ready = run.not_ready_reason(lease, self.host.clock.monotonic()) is None
+        ready = run.unsavable_reason(lease, self.host.clock.monotonic()) is None
         return requeueable and ready and lease.hosts == 1 and run.can_checkpoint_away and not lease.frozen
 
     def _evict(self, memory: HostMemory, host_mb: int, now: float) -> None:

@@ -92,6 +92,9 @@ class Arrival:
 
     def heed(self, message: dict[str, Any]) -> bool:
         """Take in a message of the agent, in the link's thread; return True if no boundary waits for it."""
+        if message["type"] == "note":
+            _log.warning("%s", message.get("text"))
+            return True
         if message["type"] in ("commit", "save"):
             self._goal = int(message.get("order", 0)), str(message.get("goal", ""))
         if message.get("receipt") is None or message["type"] not in ("attached", "receipt"):
