@@ -235,6 +235,19 @@ def test_no_account_under_its_share_makes_way_for_one_above_it():
     assert ways(site_of(runs(1, 4), waits(2, 4), site=within)) == []
 
 
+def test_the_share_does_not_keep_out_a_job_that_made_way_a_day_ago_and_the_class_does():
+    def back(hours: float) -> Job:
+        attained = Progress(NOW, attained_s=100 * HOUR)
+        return replace(waits(2, 4, account="big", submit_s=NOW - hours * HOUR, progress=attained), key=JobKey(2, 1))
+
+    memory = replace(KNOWN, moves=(Move(JobKey(2, 0), (), "", Over(NOW - 24 * HOUR, "was requeued")),))
+    fair = replace(SITE, fair_share={"lab": 1.5, "big": 0.5}, qos_priority={"high": 100, "normal": 0})
+    stays = runs(1, 4, had_h=1000.0)
+    assert ways(site_of(stays, back(23), site=fair), memory) == []
+    assert ways(site_of(stays, back(24), site=fair), memory) == [(2, {1})]
+    assert ways(site_of(replace(stays, qos="high"), back(24), site=fair), memory) == []
+
+
 # --- room reaches the job that it is for ---------------------------------------------------------------------------
 
 

@@ -222,12 +222,16 @@ class Standings:
 
         It is of a higher class (PriorityTier of its partition, priority of its QOS), or its account or user has had
         less than their share and the waiting job's more (LevelFS below 1; Slurm's fair tree compares accounts first).
+        The share does not count against a job that made way a day ago: in Slurm alone it would have kept its GPUs,
+        and where each host has a job of such an account it would not come back before one of these ends.
         """
         site, fair = self.site, self.site.fair_share
         if site.tier(job.partition) > site.tier(other.partition):
             return True
         if site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
             return True
+        if self.starves(other):
+            return False
         same = job.account == other.account
         mine = fair.get(f"{job.account}/{job.user}" if same else job.account, 1.0)
         theirs = fair.get(f"{other.account}/{other.user}" if same else other.account, 1.0)
