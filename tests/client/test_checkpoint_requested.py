@@ -15,8 +15,8 @@ from torch import nn
 
 from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.checkpoints import SaveError
-from cadenza.sidecar.client.offload import memory_limits
 from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.host import memory_limits
 from cadenza.sidecar.client.offload.storages import survey
 from cadenza.sidecar.client.session import checkpoint_request
 

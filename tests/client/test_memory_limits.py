@@ -15,7 +15,7 @@ import torch
 from client_peer import Peer, Script
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.offload import memory_limits
+from cadenza.sidecar.client.offload.host import memory_limits
 
 MIB = 2**20
 
@@ -85,7 +85,7 @@ IN_A_GROUP = """
 import json, mmap, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
-from cadenza.sidecar.client.offload import memory_limits
+from cadenza.sidecar.client.offload.host import memory_limits
 before = memory_limits.headroom()
 taken = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE)
 for place in range(0, len(taken), 4096):

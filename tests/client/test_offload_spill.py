@@ -15,7 +15,8 @@ from client_peer import Peer, Script, Turns
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import MoveError, RestoreError
-from cadenza.sidecar.client.offload import memory_limits, spill
+from cadenza.sidecar.client.offload import spill
+from cadenza.sidecar.client.offload.host import memory_limits
 from cadenza.sidecar.client.offload.spill import SpillFile
 from cadenza.sidecar.client.offload.storages import Segment
 

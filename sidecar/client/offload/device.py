@@ -119,15 +119,30 @@ class Accelerator:
         CUDA keeps it, and reports it again at the thread's next kernel, which has nothing to do with it (CUDA Runtime
         API, error handling). Torch's binding of the runtime lacks the call, so that it goes to the library itself.
         """
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-            if match := CUDA_RUNTIME.search(line):
-                ctypes.CDLL(match.group(1)).cudaGetLastError()
-                return
+        if runtime := _runtime():
+            runtime.cudaGetLastError()
+
+    def pci_address(self, device: torch.device) -> str:
+        """Return a device's address on the PCI bus, such as ``0000:3B:00.0``; "" if it is not told.
+
+        Torch's properties of a device have it since 2.8 only. The call opens no context.
+        """
+        text, call = ctypes.create_string_buffer(32), getattr(_runtime(), "cudaDeviceGetPCIBusId", None)
+        failed = call is None or call(text, len(text), device.index or 0)
+        return "" if failed else text.value.decode("ascii", "replace")
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return a context in which a device is this thread's."""
         context: contextlib.AbstractContextManager[object] = self.module.device(device)
         return context
+
+
+def _runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if match := CUDA_RUNTIME.search(line):
+            return ctypes.CDLL(match.group(1))
+    return None
 
 
 class _Memory:

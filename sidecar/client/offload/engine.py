@@ -14,12 +14,13 @@ import torch
 
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
-from cadenza.sidecar.client.offload import copy_plan, device, device_streams, library_caches, memory_limits, spill
+from cadenza.sidecar.client.offload import copy_plan, device, device_streams, library_caches, spill
 from cadenza.sidecar.client.offload.addresses import address_survey
 from cadenza.sidecar.client.offload.addresses.address_move import AddressMove
 from cadenza.sidecar.client.offload.addresses.preloaded import library
 from cadenza.sidecar.client.offload.copy_plan import AddressPlan, Batch
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
+from cadenza.sidecar.client.offload.host import memory_limits
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate, copy_within
 from cadenza.sidecar.client.offload.storages import Segment
@@ -260,7 +261,7 @@ class Offload:
         return Moved(nbytes, (monotonic_ns() - started) / 1e9)
 
     def _require_room(self, others: Mapping[int, int]) -> None:
-        """Raise NoRoomError unless each GPU has room for its state and for what will be taken beside it.
+        """Raise NoRoomError unless each GPU has room for its state and for ``others``.
 
         Without others, the allocation tells. NCCL's takes place once the state is back, and then ranks wait for one
         another without a limit.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza.sidecar.client.errors import MoveError
+from cadenza.sidecar.client.offload.host import numa
 from cadenza.sidecar.client.offload.device import Accelerator, of
 
 CHUNK_BYTES = 2**30
@@ -58,7 +59,7 @@ class HostBuffer:
         if accelerator is not self._accelerator or self._capacity < nbytes:
             self.free()
         if self._mapping is None:
-            self._map(nbytes, accelerator)
+            self._map(nbytes, accelerator, device)
         if self._mapping is not None and self._memory.nbytes < nbytes:
             self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
         if accelerator is not None and device is not None and self._mapping is not None:
@@ -79,7 +80,7 @@ class HostBuffer:
         if accelerator is not self._accelerator or self._capacity < nbytes:
             self.free()
             try:
-                self._map(nbytes, accelerator)
+                self._map(nbytes, accelerator, device)
             except MoveError:
                 return
         self._ahead_ends.clear()
@@ -104,17 +105,22 @@ class HostBuffer:
         """Bytes of address space."""
         return 0 if self._mapping is None else len(self._mapping)
 
-    def _map(self, nbytes: int, accelerator: Accelerator | None) -> None:
-        """Map new memory; for a device with room to grow, which takes no memory until it is pinned or written."""
-        self._accelerator = accelerator
+    def _map(self, nbytes: int, accelerator: Accelerator | None, device: torch.device | None) -> None:
+        """Map new memory; for a device near it, with room to grow, which takes no memory until it is pinned or written.
+
+        A process with several devices has it near one of them.
+        """
+        self._accelerator, self._mapping = accelerator, None
         if accelerator is not None:
             with contextlib.suppress(OSError, OverflowError):  # a limit on address space leaves no room to grow
                 self._mapping = map_memory(nbytes * GROWTH, huge=True)
-                return
         try:
-            self._mapping = map_memory(nbytes, huge=accelerator is not None)
+            self._mapping = self._mapping or map_memory(nbytes, huge=accelerator is not None)
         except (OSError, OverflowError) as error:
             raise MoveError(f"no {nbytes >> 20} MiB of host memory: {error}") from None
+        node = numa.node_of(accelerator.pci_address(device)) if accelerator is not None and device is not None else None
+        if node is not None and self._mapping is not None:
+            numa.prefer(self._mapping, node)
 
     def _pin_chunks(
         self, nbytes: int, accelerator: Accelerator, device: torch.device, may_pin: Callable[[int], bool]

@@ -20,7 +20,7 @@ GENERATIONS_CHANGE = (3, 14)
 
 
 class ProcessLook:
-    """What Python's collector knows of a process, and the allocator's segments; each is asked for once.
+    """Objects of a process that Python's collector knows, and the allocator's segments; each is asked for once.
 
     ``before`` is a look of a moment ago, such as that of the boundary before: then only what was made since is looked
     for, in the collector's young generations. Tensors that only C++ refers to, such as saved activations, and objects

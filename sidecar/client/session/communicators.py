@@ -167,7 +167,7 @@ def _settled(backend: Any, refusal: str) -> bool | None:
 
 
 def _stats(backend: Any) -> dict[str, int]:
-    """Return what NCCL says of a communicator's memory (``ncclCommMemStats``); empty where it says nothing."""
+    """Return NCCL's figures of a communicator's memory (``ncclCommMemStats``); empty where it says nothing."""
     try:
         return dict(backend.memory_stats())
     except (RuntimeError, AttributeError):
