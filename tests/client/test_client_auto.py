@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.bootstrap import auto, compiled_steps, no_turns, run_script
+from cadenza.sidecar.client.bootstrap import auto, no_turns, run_script
 from cadenza.sidecar.client.bootstrap.process import current
+from cadenza.sidecar.client.session import compiled_steps
 
 
 @pytest.fixture
@@ -239,6 +240,56 @@ def test_a_compiled_step_is_the_same_program_and_still_a_boundary(backend: str, 
     assert expected
     assert printed == expected
     assert errors.splitlines()[-1] == "steps 9"
+
+
+COMPILED_LOOP = """
+import logging, os, sys, tempfile, torch
+from torch._dynamo.utils import counters
+kind, cadenza = sys.argv[1:]
+logging.disable(logging.CRITICAL)
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+descent = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if cadenza == "with":
+    from cadenza.sidecar import client
+    from cadenza.sidecar.client.session import save_points
+    save_points.REST = 2  # samples of whether gradients are pending
+    session = client.attach(model, descent)
+    keeper = client.checkpoint(tempfile.mkdtemp(), model=model, optimizer=descent)
+def train(batch):
+    loss = model(batch).square().sum()
+    if kind == "inside": descent.zero_grad(); loss.backward(); descent.step()
+    if cadenza == "with": session.boundary(len(batch))
+    return loss
+step = torch.compile(train, backend="eager", fullgraph=kind == "whole")
+for number in range(12):
+    loss = step(torch.ones(2, 8))
+    if kind == "whole": descent.zero_grad(); loss.backward(); descent.step()
+    if cadenza == "with": keeper.at(number); session.memory_step = 0
+print(dict(counters["frames"]), dict(counters["graph_break"]), dict(counters["stats"]), model.bias.tolist())
+if cadenza == "with": sys.stderr.write(f"steps {session.step} {session.samples}\\n")
+"""
+
+
+@pytest.mark.parametrize("kind", ["inside", "whole"])
+def test_a_boundary_inside_a_compiled_step_follows_it_and_adds_nothing_to_the_program(
+    kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(COMPILED_LOOP)
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "train.py", kind, way],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for way in ("without", "with")
+    ]
+    (expected, _), (printed, errors) = [one.communicate() for one in jobs]
+    assert expected
+    assert printed == expected, errors
+    assert errors.splitlines()[-1] == "steps 12 24"
 
 
 def test_an_old_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

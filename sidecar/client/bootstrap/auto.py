@@ -49,8 +49,8 @@ def uninstall() -> None:
 
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer, if this torch has all that the client needs."""
-    from cadenza.sidecar.client.bootstrap import compiled_steps, no_turns, process  # noqa: PLC0415
-    from cadenza.sidecar.client.session import resources  # noqa: PLC0415
+    from cadenza.sidecar.client.bootstrap import no_turns, process  # noqa: PLC0415
+    from cadenza.sidecar.client.session import compiled_steps, resources  # noqa: PLC0415
 
     if old := process.outdated_torch():
         _log.warning("this process runs as without Cadenza: PyTorch %s is older than 2.4", old)

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.sidecar.client.bootstrap import compiled_steps, process
+from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.clock import monotonic_ns
+from cadenza.sidecar.client.session import compiled_steps
 
 PATIENCE_NS = 100_000_000_000
 """Time after the first backward pass without an optimizer step until the sentence; accumulation can take that long."""

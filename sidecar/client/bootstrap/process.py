@@ -55,6 +55,10 @@ def current() -> Session | None:
 def prepare() -> Session:
     """Return this process's session; make one, not connected, if there is none."""
     _process.session = _process.session or Session()
+    if "torch" in sys.modules:
+        from cadenza.sidecar.client.session import compiled_steps  # noqa: PLC0415
+
+        compiled_steps.end_steps_after_programs(Session.boundary)
     return _process.session
 
 

@@ -153,7 +153,7 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._end: Callable[[], None] | None = None
         self._pending: Callable[[], bool] = bool
         self._seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """The optimizers that have stepped; no state lives longer because of it."""
@@ -173,18 +173,18 @@ class Gradients:
 
     def follow(self, pending: Callable[[], bool], order: int = 0) -> None:
         """Record the steps of optimizers from here on; a second call adds nothing."""
-        if self._handle is None and (not order or order != self._order):
+        if self._end is None and (not order or order != self._order):
             self._others, self._order = None, order
         self._pending = pending
-        if self._handle is None and "torch" in sys.modules:
-            from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
+        if self._end is None and "torch" in sys.modules:
+            from cadenza.sidecar.client.session import compiled_steps  # noqa: PLC0415
 
-            self._handle = register_optimizer_step_post_hook(self._on_step)
+            self._end = compiled_steps.follow_steps(self._on_step)
 
     def forget(self) -> None:
         """Stop recording."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self._end is not None:
+            self._end()
         others, order = self._others, self._order
         self.__init__()  # type: ignore[misc]
         self._others, self._order = others, order
@@ -204,7 +204,7 @@ class Gradients:
 
         The interval since the boundary before ends here.
         """
-        if self._handle is None:  # no torch, so no gradients
+        if self._end is None:  # no torch, so no gradients
             return 0
         parameters, stepped = self._parameters(things), bool(self._stepped)
         used = all(self._is_used(one) for one in parameters)
@@ -238,8 +238,8 @@ class Gradients:
             return True
         return _is_zero(gradient)
 
-    def _on_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        """Record the gradients after an optimizer's step (torch's hook)."""
+    def _on_step(self, optimizer: Any) -> None:
+        """Record the gradients after an optimizer's step."""
         if not self._pending():
             self.forget()
             return

@@ -1,4 +1,4 @@
-"""Optimizer steps that ``torch.compile`` traces: Cadenza adds nothing to the program, and still learns of each step.
+"""Steps that ``torch.compile`` traces: Cadenza adds nothing to the program, and still learns of each one.
 
 Dynamo inlines the hooks of a step that it traces, and breaks the program at what it cannot trace, or raises for
 ``fullgraph=True``. It reads attributes of functions and marks of code objects; setting them imports nothing of it.
@@ -14,18 +14,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     Stepped = Callable[[torch.optim.Optimizer], None]
 
 DYNAMO = "torch._dynamo"
 EVAL_FRAME = "_dynamo/eval_frame.py"
-
-
-def exclude(function: Any) -> None:
-    """Let Dynamo neither inline nor compile a function: a traced program breaks at its call."""
-    function._torchdynamo_disable = True  # noqa: SLF001
-    skip_frames(function)
 
 
 def skip_frames(function: Any, *, callees: bool = True) -> None:
@@ -69,6 +64,77 @@ def step_hook(stepped: Stepped) -> Callable[[torch.optim.Optimizer, Any, Any], N
     return hook
 
 
+_followers: list[Stepped] = []
+_hooks: list[Any] = []
+"""The hook that calls them, once it is in torch."""
+
+
+def follow_steps(stepped: Stepped) -> Callable[[], None]:
+    """Call a function after each optimizer step from here on; return what ends it."""
+    prepare_to_follow()
+    _followers.append(stepped)
+    return lambda: _followers.remove(stepped)
+
+
+def prepare_to_follow() -> None:
+    """Put the hook for ``follow_steps`` into torch; it stays, because compiled steps would be compiled anew without."""
+    if not _hooks:
+        _hooks.append(step_hook(_tell_followers))
+        register_optimizer_step_post_hook(_hooks[0])
+
+
+def _tell_followers(optimizer: torch.optim.Optimizer) -> None:
+    for follower in (*_followers,):
+        follower(optimizer)
+
+
+def end_steps_after_programs(boundary: Any) -> None:
+    """Have a boundary that is called inside a program follow once the program has returned, as often as it was called.
+
+    The job cannot stop inside a program, which only adds to a list; that is empty whenever a program begins, so that
+    no guard fails. Where nothing is known of the program around it, it breaks at the call.
+    """
+    boundary._torchdynamo_inline = _stand_in  # noqa: SLF001 - traced in its place; a closure would be looked for there
+    skip_frames(boundary)
+
+
+_ended: list[tuple[Any, int, bool]] = []
+"""Boundaries that the program that runs has come by: session, samples, and whether it was of a training."""
+
+
+def _stand_in(session: Any, samples: int = 0, *, training: bool = True) -> None:
+    if _noted():
+        _ended.append((session, samples, training))
+    else:
+        _end_step(session, samples, training)
+
+
+def _end_step(session: Any, samples: int, training: bool) -> None:  # noqa: FBT001
+    session.boundary(samples, training=training)
+
+
+_end_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _noted() -> bool:
+    """Return whether the program that is being traced ends its steps; Dynamo calls this, and keeps the result."""
+    return _follow_program(_entered, last=True)
+
+
+_noted._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _entered() -> Callable[[], None]:
+    return _left
+
+
+def _left() -> None:
+    """End the steps of a program that has returned."""
+    ended, _ended[:] = _ended[:], ()
+    for one in ended:
+        _end_step(*one)
+
+
 class TracedSteps:
     """Optimizers whose steps may be part of compiled programs; each such program is followed where it returns.
 
@@ -81,12 +147,7 @@ class TracedSteps:
 
     def note(self) -> int:
         """Follow the program that is being traced in this thread; return 0, since Dynamo keeps the result."""
-        if (frame := _outermost()) is not None:
-            hooks, leaving = frame.f_locals["self"].enter_exit_hooks, frame.f_locals.get("cleanups")
-            if self._entered not in hooks:
-                hooks.append(self._entered)
-                if isinstance(leaving, list):  # of the call that traces
-                    leaving.append(self._left)
+        if _follow_program(self._entered):
             for thing in gc.get_objects():
                 if issubclass(type(thing), torch.optim.Optimizer):
                     self._versions.setdefault(thing, _version(thing))
@@ -111,6 +172,22 @@ class TracedSteps:
 def _version(optimizer: torch.optim.Optimizer) -> int:
     """Return a number that each step raises."""
     return sum(one._version for group in optimizer.param_groups for one in group["params"])  # noqa: SLF001
+
+
+def _follow_program(entered: Callable[[], Callable[[], None]], *, last: bool = False) -> bool:
+    """Call ``entered`` each time that the program traced in this thread begins, and its result at the program's end.
+
+    ``last``: after all others that are called like that. Returns False if no program is known.
+    """
+    frame = _outermost()
+    if frame is None:
+        return False
+    hooks, leaving = frame.f_locals["self"].enter_exit_hooks, frame.f_locals.get("cleanups")
+    if entered not in hooks:
+        hooks.insert(len(hooks) if last else 0, entered)
+        if isinstance(leaving, list):  # of the call that traces
+            leaving.insert(len(leaving) if last else 0, entered())
+    return True
 
 
 def _outermost() -> FrameType | None:
