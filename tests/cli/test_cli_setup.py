@@ -220,14 +220,26 @@ def test_a_partition_more_makes_the_host_possible() -> None:
             "NodeName=gpu1 Name=gpu File=/dev/a\nNodeName=gpu2 Name=gpu File=/dev/b\n",
             ["NodeName=gpu1-l1 Name=gpu File=/dev/a", "NodeName=gpu2-l1 Name=gpu File=/dev/b"],
         ),
+        ("NodeName=gpu1 \\\n  Name=gpu File=/dev/a\n", ["NodeName=gpu1-l1 Name=gpu File=/dev/a"]),
+        ('NodeName = "gpu[1-2]"\tAutoDetect = nvml\n', ["NodeName=gpu1-l1,gpu2-l1 AutoDetect=nvml"]),
+        ('nodename=gpu1 Name=gpu File="/dev/a b"', ['NodeName=gpu1-l1 Name=gpu File="/dev/a b"']),
     ],
 )
 def test_gres_lines_are_needed_where_the_sites_name_nodes(present: str, lines: list[str]) -> None:
     assert list(plan([plain(), plain("gpu2")]).gres_conf(present)) == lines
 
 
+def test_further_partitions_of_a_host_matter_with_further_lanes_only_and_are_named_at_once() -> None:
+    """With one lane nothing forbids them: a job of another partition is a job that did not opt in."""
+    hosts = [plain(partitions=("shared", "all")), plain("gpu2", partitions=("shared", "all", "debug"))]
+    assert plan(hosts, lanes=1).hosts == ["gpu1", "gpu2"]
+    message = r"gpu1, gpu2 are in the partitions all, debug, which .* give --partition all --partition debug too"
+    with pytest.raises(InputError, match=message):
+        plan(hosts)
+
+
 def test_the_recorded_answer_of_slurm_is_a_finished_site() -> None:
-    nodes = decode_nodes(RECORDED)
+    nodes, _ = decode_nodes(RECORDED)
     one = plan(nodes, {**PLAIN, **{key: "%n" for _, key, *_ in LANE_RULES[1:]}})
     assert [found.about for found in lacking(one, nodes) if found.level == "FAIL"] == list(one.settings)
     assert one.hosts == ["node1", "node2"]
@@ -240,10 +252,10 @@ def test_the_recorded_answer_of_slurm_is_a_finished_site() -> None:
     )
 )
 def test_an_answer_of_another_kind_is_refused_or_fits_into_one_line(row: dict[str, Any]) -> None:
-    try:
-        (node,) = decode_nodes(json.dumps({"nodes": [{"name": "n", "cpus": 1, "real_memory": 1, **row}]}))
-    except InputError:
+    nodes, refused = decode_nodes(json.dumps({"nodes": [{"name": "n", "cpus": 1, "real_memory": 1, **row}]}))
+    if refused or nodes[0].unwritable():
         return
+    (node,) = nodes
     line = " ".join(f"{key}={value}" for key, value in node.settings().items())
     assert line.isprintable()
     assert "#" not in line
@@ -253,14 +265,21 @@ def test_an_answer_of_another_kind_is_refused_or_fits_into_one_line(row: dict[st
 @pytest.mark.parametrize(
     "row",
     [
-        {"features": ["a b"]}, {"features": ["a,b"]}, {"features": ["a\nNodeName=b"]}, {"gres": "gpu:1 State=DOWN"},
-        {"address": "a#b"}, {"name": "n\n"}, {"hostname": "a b"}, {"specialized_cpus": "0 x"}, {"partitions": ["a b"]},
+        {"features": ["a b"]}, {"features": ["a,b"]}, {"features": ["a\nNodeName=b"]},
+        {"gres": "gpu:1(S:0 State=DOWN)"},
+        {"address": "a#b"}, {"name": "n\n"}, {"hostname": "a b"}, {"specialized_cpus": "0 x"}, {"name": "a;b"},
         {"cpus": 0}, {"port": -1}, {"real_memory": 2**60},
     ],
 )  # fmt: skip
 def test_a_word_that_is_more_than_a_word_of_slurm_conf_is_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="scontrol show node --json"):
-        decode_nodes(json.dumps({"nodes": [{"name": "n", "cpus": 1, "real_memory": 1, **row}]}))
+    """A node that is not planned may have it: a site's nodes without GPUs have features of all kinds."""
+    odd = {"name": "n", "cpus": 1, "real_memory": 1, "gres": "gpu:1", "partitions": ["shared"], **row}
+    good = {"name": "m", "cpus": 8, "real_memory": 1, "gres": "gpu:1", "partitions": ["shared"]}
+    nodes, refused = decode_nodes(json.dumps({"nodes": [odd, good]}))
+    assert plan([node for node in nodes if node.name == "m"]).hosts == ["m"]
+    if not refused:
+        with pytest.raises(InputError, match=r"node '.*': Slurm's files cannot hold its "):
+            plan(nodes)
 
 
 @pytest.mark.parametrize("text", ["gpu[", "gpu1]", "", "gpu[1-99999999]", "gpu[2-x]"])
@@ -366,10 +385,30 @@ def test_bad_input_ends_with_2(command: Callable[..., Result], words: tuple[str,
 
 
 def test_an_answer_that_is_not_slurms_ends_with_2(command: Callable[..., Result], tmp_path: Path) -> None:
-    (tmp_path / "bin" / "nodes").write_text('{"nodes": [{"name": "a b", "cpus": 1, "real_memory": 1}]}')
+    (tmp_path / "bin" / "nodes").write_text('{"nodes": 5}')
     for words in (("setup", "--partition", "shared"), ("uninstall", "--dry-run")):
         done = command(*words)
         assert (done.exit_code, "scontrol show node --json" in done.stderr) == (2, True)
+
+
+def test_nodes_that_are_not_planned_may_have_what_no_line_can_hold(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    recorded = json.loads((tmp_path / "bin" / "nodes").read_text())
+    cloud = {"name": "c1", "cpus": 0, "features": ["shape=c2;60"], "weight": 4294967280, "partitions": ["cpu"]}
+    gpu = {**recorded["nodes"][0], "partitions": ["shared", "all"], "features": ["shape=a2-highgpu", "ad=None"]}
+    nodes = [gpu, cloud, {"name": "c2", "cpus": "many"}]
+    (tmp_path / "bin" / "nodes").write_text(json.dumps({"nodes": nodes}))
+    (tmp_path / "slurm" / "gres.conf").write_text("Include more.conf\n")
+    (tmp_path / "slurm" / "more.conf").write_text("NodeName=node1 \\\n Name=gpu File=/dev/nvidia[0-3]\n")
+    one = command("setup", "--partition", "shared")
+    assert one.exit_code == 0, one.stderr
+    assert "1 nodes cannot be read: " in one.stderr
+    assert "node1 is in the partition all, too" in one.stderr
+    more = ("--partition", "all", "--lanes", "2")
+    assert "Feature=shape=a2-highgpu,ad=None,lane1" in command("setup", "--partition", "shared", *more).stdout
+    lines = command("setup", "--partition", "shared", *more, "--file", "gres.conf")
+    assert lines.stdout == "NodeName=node1-l1 Name=gpu File=/dev/nvidia[0-3]\n"
 
 
 def test_the_check_of_a_plain_site_fails_with_the_lines(command: Callable[..., Result]) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.csv_table import quoted
 from cadenza.slurm_plugin.cli.site.checks import Finding, Rule, rules_for
-from cadenza.slurm_plugin.gateway.slurm_values import hosts
+from cadenza.slurm_plugin.gateway.slurm_json import (
+    ERRORS,
+    MOST_NAMED,
+    NotSlurms,
+    Refused,
+    decoded,
+    name_of,
+    raw_records,
+)
+from cadenza.slurm_plugin.gateway.slurm_values import counts, gpu_count, hosts
 from cadenza.slurm_plugin.gateway.translate import lane_of
 from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT, WEIGHT_STEP
 
-MAX_NODES = 2**16
 UNSET = ("", "(null)", "N/A", "NONE")
 SINGLE = frozenset({"SelectType", "SelectTypeParameters", "JobRequeue"})
 """Settings with one value; the others of the rules are lists to which a value is added."""
@@ -35,19 +44,32 @@ SOCKET_RULE: Rule = (
     "the slurmds of a host clash on one socket: sackd has it instead", "AuthInfo=disable_sack",
 )  # fmt: skip
 
-Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
-Word: TypeAlias = Annotated[str, Meta(max_length=255, pattern=r"\A[\w.:+-]*\Z")]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+WORD = r"[\w.:+=/%@~-]{0,255}"
+NAMES = {"name": NAME, "hostname": f"({NAME})?"}
+WRITABLE = NAMES | {
+    "address": WORD, "cpus": r"[1-9]\d{0,4}", "real_memory": r"[1-9]\d{0,12}", "specialized_cpus": r"[\d,-]{0,4096}",
+    "features": WORD, "gres": r"[\w.:,()/-]{0,4096}",
+}  # fmt: skip
+"""Values of a node's fields that may become part of a command, and of a line of slurm.conf."""
+PAIR = re.compile(r'([\w.]+)\s*[-*+/]?=\s*(?:"([^"]*)"|(\S+))(?=\s|$)')
+"""A setting of Slurm's files, with blanks around the sign and quotes if need be (parse_config.c)."""
+
+Text: TypeAlias = Annotated[str, Meta(max_length=2**16)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**43)]
 
 
 class SlurmNode(msgspec.Struct, frozen=True):
-    """A node as ``scontrol show node --json`` describes it, of which a line of slurm.conf is made."""
+    """A node as ``scontrol show node --json`` describes it, of which a line of slurm.conf is made.
 
-    name: Name
-    cpus: Annotated[int, Meta(ge=1, le=2**16)]
-    real_memory: Annotated[int, Meta(ge=1, le=2**43)]
-    hostname: Annotated[str, Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,62})?\Z")] = ""
-    address: Word = ""
+    Of most nodes nothing is written: ``unwritable`` tells what keeps a node from it.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=255)]
+    cpus: Count = 0
+    real_memory: Count = 0
+    hostname: Text = ""
+    address: Text = ""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     boards: Count = 1
     sockets: Count = 1
@@ -55,12 +77,26 @@ class SlurmNode(msgspec.Struct, frozen=True):
     threads: Count = 1
     temporary_disk: Count = 0
     specialized_cores: Count = 0
-    specialized_cpus: Annotated[str, Meta(pattern=r"\A[\d,-]{0,4096}\Z")] = ""
+    specialized_cpus: Text = ""
     specialized_memory: Count = 0
     weight: Count = 1
-    features: Annotated[tuple[Word, ...], Meta(max_length=256)] = ()
-    gres: Annotated[str, Meta(pattern=r"\A[\w.:,()/-]{0,4096}\Z")] = ""
-    partitions: Annotated[tuple[Word, ...], Meta(max_length=4096)] = ()
+    features: Annotated[tuple[Text, ...], Meta(max_length=4096)] = ()
+    gres: Text = ""
+    partitions: Annotated[tuple[Text, ...], Meta(max_length=4096)] = ()
+
+    def unwritable(self, fields: Mapping[str, str] = WRITABLE) -> str:
+        """Return the first of the fields whose value cannot be written, with its value; empty if all can."""
+        for name, pattern in fields.items():
+            value = getattr(self, name)
+            for word in value if isinstance(value, tuple) else (str(value),):
+                if re.fullmatch(pattern, word, re.ASCII) is None:
+                    return f"{name}: {quoted(word)}"
+        return ""
+
+    @property
+    def has_gpus(self) -> bool:
+        """Return whether Slurm counts GPUs there."""
+        return gpu_count(counts(self.gres)) > 0
 
     @property
     def host(self) -> str:
@@ -95,10 +131,6 @@ class SlurmNode(msgspec.Struct, frozen=True):
             "Weight": self.weight,
         }
         return {key: str(value) for key, value in words.items() if value is not None}
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    nodes: Annotated[tuple[SlurmNode, ...], Meta(max_length=MAX_NODES)]
 
 
 class LanePlan(msgspec.Struct, frozen=True):
@@ -143,15 +175,18 @@ class LanePlan(msgspec.Struct, frozen=True):
 
         A line without names is for all nodes, so it needs no other.
         """
-        rows = [line.split("#", 1)[0].split() for line in present.splitlines()]
-        named = [(_nodes_of(words), words) for words in rows]
+        named = [(_nodes_of(pairs), pairs) for pairs in settings_in(present)]
         known = {name for names, _ in named for name in names}
-        for names, words in named:
+        for names, pairs in named:
             lanes = [
                 node.name for node in self.nodes if node.lane and node.name not in known and self.first(node) in names
             ]
             if lanes:
-                kept = (word for word in words if not word.lower().startswith("nodename="))
+                kept = (
+                    f'{key}="{value}"' if re.search(r"\s", value) else f"{key}={value}"
+                    for key, value in pairs
+                    if key.lower() != "nodename"
+                )  # fmt: skip
                 yield f"NodeName={','.join(lanes)} {' '.join(kept)}"
 
     def first(self, lane: SlurmNode) -> str:
@@ -163,12 +198,34 @@ class LanePlan(msgspec.Struct, frozen=True):
         return [f"partitions={','.join(self.members)}", f"lanes={self.lanes}"]
 
 
-def decode_nodes(text: str) -> tuple[SlurmNode, ...]:
-    """Return the nodes of an answer of ``scontrol show node --json``; raise InputError for any other text."""
+def decode_nodes(text: str) -> tuple[tuple[SlurmNode, ...], tuple[Refused, ...]]:
+    """Return the nodes of an answer of ``scontrol show node --json``, and those that cannot be read.
+
+    Raise InputError for any other text.
+    """
     try:
-        return msgspec.json.decode(text, type=_Answer).nodes
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raws, _ = raw_records(text, "nodes")
+    except NotSlurms as error:
         raise InputError(f"scontrol show node --json: {error}") from None
+    nodes, refused = [], []
+    for at, raw in enumerate(raws):
+        try:
+            nodes.append(decoded(bytes(raw), SlurmNode)[0])
+        except ERRORS as error:
+            refused.append(Refused(name_of(raw, "node", at), str(error)))
+    return tuple(nodes), tuple(refused)
+
+
+def settings_in(text: str) -> Iterator[list[tuple[str, str]]]:
+    r"""Yield the settings of each line of one of Slurm's files, as Slurm reads it (parse_config.c).
+
+    >>> list(settings_in("Name = gpu \\\n File=/dev/nvidia[0-3]  # all\nNodeName=\"g1\" AutoDetect=nvml\n"))
+    [[('Name', 'gpu'), ('File', '/dev/nvidia[0-3]')], [('NodeName', 'g1'), ('AutoDetect', 'nvml')]]
+    """
+    for line in re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines():
+        pairs = [(key, quoted or plain) for key, quoted, plain in PAIR.findall(re.sub(r"(?<!\\)#.*", "", line))]
+        if pairs:
+            yield pairs
 
 
 def names_in(expression: str) -> list[str]:
@@ -189,33 +246,62 @@ def plan_lanes(
     """Return the plan for the GPU hosts of the managed partitions, or for the chosen nodes among them.
 
     A host that has all lanes keeps their lines, so the plan of a finished site is the site itself; one lane is the host
-    as it is. Raise InputError for a partition or node that Slurm does not have, and for a host that is in another
-    partition too.
+    as it is. Raise InputError for a partition or node that Slurm does not have, and with further lanes for hosts that
+    are in another partition too, and for a node of which a line of slurm.conf cannot be made.
     """
-    by_host: defaultdict[str, dict[int, SlurmNode]] = defaultdict(dict)
-    for node in nodes:
-        if node.gres.startswith("gpu") or ",gpu" in node.gres:
-            by_host[node.host].setdefault(node.lane, node)
-    firsts = [present[0] for present in by_host.values() if 0 in present and set(managed) & set(present[0].partitions)]
-    for name in managed:
-        if not any(name in node.partitions for node in firsts):
-            raise InputError(f"Slurm has no nodes with GPUs in a partition {name!r}")
+    by_host, firsts = _gpu_hosts(nodes, managed)
     for name in set(chosen) - {node.name for node in firsts}:
         raise InputError(f"Slurm has no node {name!r} with GPUs in {', '.join(managed)}")
+    wanted = [node for node in firsts if not chosen or node.name in chosen]
+    if lanes > 1 and (said := foreign_partitions(wanted, managed)):
+        more = " ".join(f"--partition {name}" for name in _foreign(wanted, managed))
+        raise InputError(f"{said}, which Cadenza would not manage: take them out of it, or give {more} too")
     planned: list[SlurmNode] = []
-    for first in (node for node in firsts if not chosen or node.name in chosen):
-        foreign = sorted(set(first.partitions) - set(managed))
-        if foreign:
-            advice = f"take it out of it, or give --partition {foreign[0]} too"
-            raise InputError(f"{first.name} is in the partition {foreign[0]}, which Cadenza would not manage: {advice}")
-        planned += (
-            _lanes_of(by_host[first.host], first, lanes, config, full_memory=full_memory) if lanes > 1 else (first,)
-        )
+    for first in wanted:
+        here = by_host[first.host] if lanes > 1 else {}
+        _check_writable(here.values() or (first,), WRITABLE if here else NAMES)
+        planned += _lanes_of(here, first, lanes, config, full_memory=full_memory) if here else (first,)
     members = {name: _members(name, nodes, planned) for name in managed}
     settings, undecided = _settings(config)
     if lanes == 1:
         settings = {key: value for key, value in settings.items() if key not in OWN_SETTINGS}
     return LanePlan(lanes, tuple(planned), settings, undecided, members)
+
+
+def _gpu_hosts(
+    nodes: Sequence[SlurmNode], managed: Collection[str]
+) -> tuple[dict[str, dict[int, SlurmNode]], list[SlurmNode]]:
+    """Return the hosts with GPUs by their lanes, and lane 0 of those in managed partitions; InputError without any."""
+    by_host: defaultdict[str, dict[int, SlurmNode]] = defaultdict(dict)
+    for node in nodes:
+        if node.has_gpus:
+            by_host[node.host].setdefault(node.lane, node)
+    firsts = [present[0] for present in by_host.values() if 0 in present and set(managed) & set(present[0].partitions)]
+    for name in managed:
+        if not any(name in node.partitions for node in firsts):
+            raise InputError(f"Slurm has no nodes with GPUs in a partition {name!r}")
+    return by_host, firsts
+
+
+def _check_writable(nodes: Iterable[SlurmNode], fields: Mapping[str, str]) -> None:
+    for node in nodes:
+        if reason := node.unwritable(fields):
+            raise InputError(f"node {quoted(node.name)}: Slurm's files cannot hold its {reason}")
+
+
+def foreign_partitions(nodes: Sequence[SlurmNode], managed: Collection[str]) -> str:
+    """Return which of the nodes are in partitions that are not managed, and in which, the first few named."""
+    names = [node.name for node in nodes if not set(node.partitions) <= set(managed)]
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+    others = _foreign(nodes, managed)
+    partitions = f"the partition{'s' if len(others) > 1 else ''} {', '.join(others)}"
+    return f"{', '.join(names[:MOST_NAMED])}{more} {'are' if len(names) > 1 else 'is'} in {partitions}"
+
+
+def _foreign(nodes: Sequence[SlurmNode], managed: Collection[str]) -> list[str]:
+    return sorted({name for node in nodes for name in node.partitions} - set(managed))
 
 
 def on_demand(plan: LanePlan, nodes: Sequence[SlurmNode], config: Mapping[str, str]) -> LanePlan:
@@ -342,7 +428,7 @@ def lacking(plan: LanePlan, nodes: Sequence[SlurmNode]) -> Iterator[Finding]:
             yield Finding("OK", f"partition {name}", f"{len(members)} nodes")
 
 
-def _nodes_of(words: Sequence[str]) -> list[str]:
+def _nodes_of(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return the nodes that a line of gres.conf names."""
-    value = next((word.partition("=")[2] for word in words if word.lower().startswith("nodename=")), "")
+    value = next((value for key, value in pairs if key.lower() == "nodename"), "")
     return names_in(value) if value else []

@@ -50,7 +50,7 @@ def uninstall(*, dry_run: bool, as_json: bool, config: Path | None) -> None:
     slurm: dict[str, str] = {}
     try:
         slurm = slurm_config()
-        left += in_slurm(decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S)))
+        left += in_slurm(decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))[0])
         left += in_accounting(slurm)
     except GatewayError as error:
         silent = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -15,9 +15,18 @@ from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 from cadenza.slurm_plugin.cli.site.checks import Finding, failed, uses_factors
 from cadenza.slurm_plugin.cli.site.command import show
-from cadenza.slurm_plugin.cli.site.lane_plan import LanePlan, decode_nodes, lacking, names_in, on_demand, plan_lanes
+from cadenza.slurm_plugin.cli.site.lane_plan import (
+    LanePlan,
+    decode_nodes,
+    foreign_partitions,
+    lacking,
+    names_in,
+    on_demand,
+    plan_lanes,
+)
 from cadenza.slurm_plugin.cli.site.site_priority import lacks
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
+from cadenza.slurm_plugin.gateway.slurm_json import Refused, left_out
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
@@ -54,7 +63,7 @@ def setup(  # noqa: PLR0913 (its options)
         raise click.UsageError("--file prints one file as it is: give it without --check and --json")
     # 1. What Slurm says, and what it lacks.
     slurm = slurm_config()
-    present = decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))
+    present, refused = decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))
     chosen = [one for expression in nodes for one in names_in(expression)]
     folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
     full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"
@@ -64,6 +73,7 @@ def setup(  # noqa: PLR0913 (its options)
         plan = on_demand(plan, present, slurm)
     if uses_factors(load_settings(own) if own.exists() else Settings()):
         plan = with_priority(plan, slurm)
+    say(*remarks(plan, refused, partitions), err=True)
     # 2. Compare, or print.
     if check:
         findings = [*lacking(plan, present), *missing_files(plan, folder, own), *_rights(slurm)]
@@ -71,7 +81,7 @@ def setup(  # noqa: PLR0913 (its options)
         raise SystemExit(int(failed(findings)))
     contents = {
         "cadenza.conf": plan.slurm_conf(),
-        "gres.conf": list(plan.gres_conf(text_of(folder / "gres.conf"))),
+        "gres.conf": list(plan.gres_conf(with_includes(folder / "gres.conf"))),
         "lua.conf": plan.lua_conf(),
         "cadenza.toml": toml(partitions, slurm),
     }
@@ -85,6 +95,14 @@ def setup(  # noqa: PLR0913 (its options)
         for one, lines in contents.items():
             say(f"# --- {places[one]}", *lines, "")
         say("# --- commands", *commands(plan, own))
+
+
+def remarks(plan: LanePlan, refused: Sequence[Refused], partitions: Sequence[str]) -> Iterator[str]:
+    """Yield sentences on nodes that cannot be read, and on hosts that other partitions have as well."""
+    if refused:
+        yield left_out(refused, "nodes")
+    if said := foreign_partitions(plan.nodes, partitions):
+        yield f"{said}, too: jobs there have these GPUs as well, and Cadenza leaves them alone"
 
 
 def with_priority(plan: LanePlan, slurm: Mapping[str, str]) -> LanePlan:
@@ -129,7 +147,7 @@ def missing_files(plan: LanePlan, folder: Path, own: Path) -> Iterator[Finding]:
     def found(path: Path, fault: str, advice: str, *, good: bool) -> Finding:
         return Finding("OK", str(path), "as planned") if good else Finding("FAIL", str(path), fault, advice)
 
-    lines = list(plan.gres_conf(text_of(folder / "gres.conf")))
+    lines = list(plan.gres_conf(with_includes(folder / "gres.conf")))
     yield found(folder / "gres.conf", "it names nodes, and not all lanes", "; ".join(lines), good=not lines)
     lua, plugins, settings = folder / "job_submit.lua", folder / "plugstack.conf", own.with_name("lua.conf")
     loads = "cadenza" in text_of(lua)
@@ -166,5 +184,7 @@ def text_of(path: Path) -> str:
 def with_includes(path: Path) -> str:
     """Return the text of a file of Slurm's and of those that its lines ``include PATTERN`` name."""
     text = text_of(path)
-    patterns = re.findall(r"^\s*include\s+/?(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    return "\n".join([text, *(text_of(one) for pattern in patterns for one in sorted(Path("/").glob(pattern)))])
+    for pattern in re.findall(r"^\s*include\s+(\S+)", text, re.MULTILINE | re.IGNORECASE):
+        folder = Path("/") if pattern.startswith("/") else path.parent
+        text = "\n".join([text, *(text_of(one) for one in sorted(folder.glob(pattern.lstrip("/"))))])
+    return text
