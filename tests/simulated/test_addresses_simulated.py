@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import simulated_gpu
 import torch
-from client_peer import Script
+from client_peer import Peer, Script, Turns, running, slurm_environment
 from simulated_gpu import occupied
 from test_offload_simulated import LATE_NS, SIZES, TOO_LATE_NS, assert_complete, attached, content, on_gpu
 
@@ -272,3 +274,27 @@ def test_a_job_yields_in_place_and_a_checkpoint_is_saved_meanwhile(tmp_path: Pat
         assert state.large.data_ptr() == place
         assert torch.equal(state.large.cpu(), content()[-1])
         assert_complete(others)
+
+
+def test_two_ranks_yield_with_their_buckets_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """DDP's buckets are in nobody's hands, and their addresses in the reducer's."""
+    path, stops, away = tmp_path / "gpu", [2, 3, 6], []
+    gpu = simulated_gpu.create(path, context_bytes=1 << 20)
+    peer = Peer(tmp_path / "agent")
+    environment = slurm_environment(peer.path, SIMULATED_GPUS=str(path), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    command = [sys.executable, str(Path(__file__).with_name("staying_ranks.py")), str(tmp_path)]
+    with running(command, command, envs=[{**environment, "RANK": rank} for rank in "01"]) as ranks:
+        turns = Turns(peer, stops, ranks=2, while_away=lambda _: away.append(sorted(gpu.bytes_of.values())))
+        turns.finish()
+        for rank in ranks:
+            assert rank.wait(60) == 0, rank.communicate()[1]
+    peer.die()
+    assert away == [[1 << 20, 1 << 20]] * len(stops)
+    assert [(one["refused"], one["step"]) for one in turns.arrived] == [("", stop) for stop in stops for _ in range(2)]
+    assert [(one["resident"], one["bytes"] > 10 << 20) for one in turns.yielded] == [([], True)] * 6
+    for rank in "01":
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["shared"]["losses"] == found["alone"]["losses"]
+        _, second, *others = found["shared"]["buckets"]  # after the first step they are made anew, once
+        assert len(second) > 1
+        assert others == [second] * len(others)
