@@ -70,6 +70,20 @@ def test_a_job_that_no_agent_knows_is_not_resumed_while_another_one_runs_on_its_
     assert acts(cluster(first, unknown, nodes=LANES), both) == [(Unsuspend, key(1))], "one after the other"
 
 
+def test_a_job_that_was_suspended_before_its_step_came_to_its_second_host_is_resumed_in_its_turn():
+    """Its script goes on then, and the step waits for its lease there; others run beside it, on other GPUs."""
+    nodes = ("node1-l1", "node2-l1")
+    gang = replace(FROZEN, num_nodes=2, nodes=nodes, lease=lease("waiting", 0, ready=False, waited_s=9.0))
+    beside = job(1, user="ann", nodes=("node2",), lease=lease("held", 1, hosts=("node2",), held_s=3.0))
+    lanes = (*LANES, node("node2"), node("node2", lane=1))
+    assert (Unsuspend, key(2)) in acts(cluster(gang, beside, nodes=lanes))
+    there = replace(beside, lease=lease("held", 0, hosts=("node2",), held_s=3.0, ready=False))
+    assert (Unsuspend, key(2)) not in acts(cluster(gang, there, nodes=lanes)), "the lowest GPU is to be its own there"
+    for trained in ({"state": "yielded"}, {"step": 40}):
+        known = replace(gang, lease=replace(gang.lease, **trained))
+        assert (Unsuspend, key(2)) not in acts(cluster(known, beside, nodes=lanes)), "it may have processes there"
+
+
 def test_a_frozen_job_that_has_the_lease_is_resumed_where_a_gang_waits_for_it():
     """An agent that was killed may give the lease to a job in the moment in which the service suspends it."""
     asleep = replace(FROZEN, lease=lease("held", 0, ready=False))

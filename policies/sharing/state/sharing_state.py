@@ -235,7 +235,13 @@ class SharingState:
         return not self.is_trusted(job, others)
 
     def _runs_blind(self, job: Job) -> bool:
-        """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time."""
+        """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time.
+
+        A job that waits for its first lease has processes on none of its hosts that could use a GPU. Its script may
+        have been stopped before its step began there, and that step would never come.
+        """
+        if job.lease is not None and job.lease.state == "waiting" and not job.lease.step:
+            return False
         host_of = self.snapshot.host_of
         known = {gpu.host for gpu in job.lease.gpus} if job.lease is not None else set()
         blind = {host_of.get(name, name) for name in job.nodes} - known
