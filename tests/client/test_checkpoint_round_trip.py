@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client import checkpoints
-from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint, parts, round_trip
+from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint, left_out, parts, round_trip
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -315,17 +315,84 @@ def test_what_is_not_restored_is_said_once(
     del loader
 
 
-def test_a_loader_whose_workers_live_on_is_named_because_it_draws_again_after_a_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def drawn(*, persistent: bool) -> DataLoader[Any]:
-        monkeypatch.setattr(checkpoints, "_told", [])
-        data = TensorDataset(torch.arange(4))
-        loader = DataLoader(data, num_workers=1, persistent_workers=persistent, sampler=ResumableSampler(data, seed=1))
-        checkpoint(tmp_path, model=nn.Linear(2, 2), sampler=loader.sampler, own={})
-        return loader
+# --- what is in no keeper -----------------------------------------------------------------------------------
 
-    assert drawn(persistent=False) is not None
-    assert not caplog.records
-    assert drawn(persistent=True) is not None
-    assert "a DataLoader with persistent workers (persistent_workers=)" in caplog.text
+
+class Job:
+    """A training with a keeper, in which each boundary is looked at."""
+
+    def __init__(self, folder: Path, wrap: Any = lambda optimizer: optimizer) -> None:
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.session = client.attach()
+        state = {"scheduler": self.schedule, "optimizer": wrap(self.optimizer)}
+        self.keeper = checkpoint(folder, model=torch.compile(self.model), **state)
+
+    def train(self, steps: int = 200) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
+            self.session.boundary()
+            self.session.memory_step = 0
+
+
+def made_anew(job: Job) -> None:
+    job.optimizer = torch.optim.AdamW(job.model.parameters())
+
+
+def scheduled_again(job: Job) -> None:
+    job.later = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
+
+
+def grown(job: Job) -> None:
+    job.more = nn.Linear(4, 4)
+    job.optimizer.add_param_group({"params": job.more.parameters()})
+
+
+LATER = {
+    made_anew: "the state of an optimizer that steps (AdamW); give it as optimizer=",
+    scheduled_again: "the state of a ExponentialLR; give it as scheduler=",
+    grown: "2 parameters that SGD trains; give their module as model=",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_trains_and_is_in_no_keeper_is_named_once(
+    tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_out, "_told", set())
+    monkeypatch.setattr("cadenza.sidecar.client.session.save_points.REST", 2)
+    job = Job(tmp_path)
+    job.train()
+    assert "will not bring back" not in caplog.text
+    change(job)
+    job.train()
+    assert caplog.text.count("will not bring back") == 1
+    assert LATER[change] in caplog.text
+
+
+def test_what_a_keeper_has_inside_another_object_is_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrapped:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    monkeypatch.setattr(left_out, "_told", set())
+    Job(tmp_path, Wrapped).train(20)
+    assert "will not bring back" not in caplog.text
+
+
+def test_an_optimizer_without_state_is_looked_into_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    looks = []
+    monkeypatch.setattr(round_trip, "has_state", lambda _: looks.append(1))
+    keeper = checkpoint(tmp_path, optimizer=optimizer)
+    run(model, optimizer, 100, keeper)
+    assert len(looks) < 10

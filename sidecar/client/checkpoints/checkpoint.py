@@ -20,6 +20,7 @@ from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.directory import Facts
+from cadenza.sidecar.client.checkpoints.left_out import LeftOut
 from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner, owner_here
 from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, Part, tensors_in
 from cadenza.sidecar.client.checkpoints.periodic import Periodic
@@ -73,8 +74,10 @@ class Checkpoint:
         self._session = process.prepare()
         self._units = Units(lambda: self._session.trained)
         self._trips = RoundTrips(parts)
+        self._left_out = LeftOut()
         self._stopped = ""
         """The reason why nothing is requested any more."""
+        self._looked_for_workers = False
         self._seen: tuple[int, ...] = ()
         """Versions of the state's tensors at the last save."""
         self._periodic: Periodic | None = None
@@ -85,6 +88,7 @@ class Checkpoint:
             sampler.on_next = self._session.next_batch
         self._tell()
         self._session.looks.append(self._look)
+        self._session.save_points.on_sample.append(self._left_out.look)
         self._session.memory_step = 0
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self came with Python 3.11
@@ -216,9 +220,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Wait like ``wait``, let other writers in, and free the host memory of background saves."""
-        self._registration.withdraw()
-        with contextlib.suppress(ValueError):
-            self._session.looks.remove(self._look)
+        self._leave()
         try:
             self.wait()
         finally:
@@ -260,9 +262,14 @@ class Checkpoint:
         with contextlib.suppress(CheckpointError, UsageError):
             self.wait()
         self._displaced = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Take no further part in the session."""
         self._registration.withdraw()
         with contextlib.suppress(ValueError):
             self._session.looks.remove(self._look)
+            self._session.save_points.on_sample.remove(self._left_out.look)
 
     # --- what is known of the script -----------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Session(StepCounters):
         self._before_offload: list[Callable[[], object]] = []
         self._after_restore: list[Callable[[], object]] = []
         self._savers = Savers(self._savers_changed)
-        self._save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
+        self.save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
         self._told_unready = ""
         self._at_own_save = False
         self._awaits_batch = False
@@ -180,7 +180,8 @@ class Session(StepCounters):
         self.arrival.at_boundary()
         if self._savers:
             self.files.publish()
-            if self._savers.able == wire.SAVES_AWAY and self._save_points.sample():
+            samples = self._savers.able == wire.SAVES_AWAY or self.save_points.on_sample
+            if samples and self.save_points.sample():
                 self.memory_step = self.step + 1
         self._pin_ahead()
         _call_all((*self.looks,))
@@ -253,7 +254,7 @@ class Session(StepCounters):
         Every rank calls it after every save of its own, where checkpoints can be taken only at such saves. It is a
         boundary without training: if one is requested, the other savers save too, and the job waits for its requeue.
         """
-        self.words[wire.PAGE_SAVE_EVERY] = self._save_points.saved(registration, saved, self.trained)
+        self.words[wire.PAGE_SAVE_EVERY] = self.save_points.saved(registration, saved, self.trained)
         self._at_own_save = True
         try:
             self.boundary(training=False)
@@ -310,7 +311,7 @@ class Session(StepCounters):
         self._before_offload.clear()
         self._after_restore.clear()
         self._savers.clear()
-        self._save_points.close()
+        self.save_points.close()
         self.arrival.end()
         if self._offload is not None:
             self._offload.close()
@@ -375,7 +376,7 @@ class Session(StepCounters):
         def pending() -> bool:
             return bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled
 
-        passed = self._save_points.passes(self.trained, order, pending, self._place)
+        passed = self.save_points.passes(self.trained, order, pending, self._place)
         self.words[wire.PAGE_PASSED] = max(0, passed)
         if passed == BEFORE_NEXT_BATCH and not self._awaits_batch:
             # The rest of the step, such as an evaluation, comes first: ``next_batch`` goes on here.
@@ -386,7 +387,7 @@ class Session(StepCounters):
             self._awaits_batch = False
             self._set_state(wire.STATE_RUNNING)
         if passed <= 0:
-            self._save_points.over()
+            self.save_points.over()
         return passed > 0
 
     def next_batch(self) -> None:
@@ -400,7 +401,7 @@ class Session(StepCounters):
         link, order, began = self._link, self.words[wire.PAGE_ORDER], monotonic_ns()
         due = 0 < self.words[STOP] <= self.step and self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
         if link is not None and link.alive and due and order != self._cancelled:
-            self._save_points.over()
+            self.save_points.over()
             self.words[wire.PAGE_PASSED] = 0
             self._stand(self._save_checkpoint, link, order)
             self.last_ns += monotonic_ns() - began
@@ -409,13 +410,13 @@ class Session(StepCounters):
 
     def _place(self, **known: Any) -> Place:
         """Return this boundary as savers see it."""
-        own = self._save_points.own(self.trained) if self._at_own_save else None
+        own = self.save_points.own(self.trained) if self._at_own_save else None
         return Place(training=self.training, in_step=self.automatic, own=own, **known)
 
     def _count_other_step(self) -> None:
         """End a step without training: a save of the script, or a batch of an evaluation."""
         if not self._at_own_save:
-            self._save_points.evaluated(self.sum_ns, lambda: self.trained)
+            self.save_points.evaluated(self.sum_ns, lambda: self.trained)
         super()._count_other_step()
 
     @pinning_paused()
@@ -594,7 +595,7 @@ class Session(StepCounters):
 
     def _note_place(self) -> None:
         """Note whether the boundary at hand is a save point, before the state leaves."""
-        passed = self._savers.able == wire.SAVES_AWAY and self._save_points.stands(self.trained, self._place)
+        passed = self._savers.able == wire.SAVES_AWAY and self.save_points.stands(self.trained, self._place)
         self._unsaved = wire.PASSED_WORDS[passed] if passed else ""
 
     def _spill(self) -> Message:
@@ -643,7 +644,7 @@ class Session(StepCounters):
             return
         self._cancelled = order  # no boundary arrives for it again while the page still names it
         began = monotonic_ns()
-        collected = self._savers.save(self.step, self._save_points.own(self.trained))
+        collected = self._savers.save(self.step, self.save_points.own(self.trained))
         if collected.promised and not collected.error:
             self._deferred_checkpoint = (link, order, since, collected)
         else:

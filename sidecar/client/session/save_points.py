@@ -38,6 +38,9 @@ class SavePoints:
     def __init__(self, savers: Savers, sources: Callable[[], Iterable[object]]) -> None:
         self._savers = savers
         self._sources = sources
+        self.on_sample: list[Callable[[list[Any], list[object]], object]] = []
+        """Functions of savers that say what they hold; called with the optimizers that have stepped in a sample, and
+        with all that is held, if all savers are of this kind."""
         self._gradients = Gradients()
         self._sampled = Gradients()
         self._each_steps = False
@@ -125,8 +128,12 @@ class SavePoints:
         self._each_steps = used and (self._each_steps or self._looks == FIRST_LOOK)
         if self._looks < LAST_LOOK:
             return True
+        stepping = self._sampled.stepping
         self._sampled.forget()
         self._looks = -REST
+        if stepping and len(self.on_sample) == len([*self._savers]):
+            held = list(_things(one.holds for one in self._savers))
+            self.on_sample[0](stepping, held)
         return False
 
     def over(self) -> None:
@@ -170,6 +177,11 @@ class Gradients:
         self._order = 0
         """Order for which it was looked for: where the agent moves its stop step on while that takes its time, the
         next boundary must not look again."""
+
+    @property
+    def stepping(self) -> list[Any]:
+        """The optimizers that have stepped since they are followed."""
+        return list(self._seen.values())
 
     def follow(self, pending: Callable[[], bool], order: int = 0) -> None:
         """Record the steps of optimizers from here on; a second call adds nothing."""
@@ -223,7 +235,7 @@ class Gradients:
     def _parameters(self, things: Iterable[object]) -> list[torch.Tensor]:
         """Return the parameters of all known optimizers, or of the known modules where there is no optimizer."""
         optimizers, modules = dict(self._seen), dict[int, Any]()
-        for thing in _inside(things, DEPTH):
+        for thing in _inside(things):
             (optimizers if hasattr(thing, "param_groups") else modules)[id(thing)] = thing
         if optimizers:
             return [one for optimizer in optimizers.values() for one in _parameters(optimizer)]
@@ -285,21 +297,27 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
         yield from group["params"]
 
 
-def _inside(things: Iterable[object], depth: int) -> Iterator[Any]:
+def _inside(things: Iterable[object]) -> Iterator[Any]:
     """Yield the optimizers and modules among some things, in containers too, and in what functions return."""
     from torch import nn, optim  # noqa: PLC0415 - only a process that has torch comes here
 
+    yield from (one for one in _things(things) if isinstance(one, (nn.Module, optim.Optimizer)))
+
+
+def _things(things: Iterable[object], depth: int = DEPTH) -> Iterator[Any]:
+    """Yield some things, those in containers one by one, and those that functions return."""
+    from torch import nn, optim  # noqa: PLC0415
+
     for thing in things:
         found = thing
-        if isinstance(found, (nn.Module, optim.Optimizer)):
-            yield found
-            continue
-        if callable(found) and depth == DEPTH:  # as in the survey of the state that moves
-            found = [found()]
+        if callable(found) and not isinstance(found, (nn.Module, optim.Optimizer)) and depth == DEPTH:
+            found = [found()]  # as in the survey of the state that moves
         if isinstance(found, Mapping):
             found = list(found.values())
-        if isinstance(found, (list, tuple, set)) and depth > 0:
-            yield from _inside(found, depth - 1)
+        if isinstance(found, (list, tuple, set)):
+            yield from _things(found, depth - 1) if depth > 0 else ()
+        else:
+            yield found
 
 
 def _any_optimizer() -> bool:
