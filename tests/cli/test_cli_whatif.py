@@ -23,7 +23,7 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
-from cadenza.slurm_plugin.cli.whatif.history import as_it_was, read_history
+from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, read_job_records
 from cadenza.slurm_plugin.cli.whatif.runs import run_whatif
 from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
@@ -453,6 +453,107 @@ def test_a_record_that_cannot_be_read_is_left_out_by_reason(tmp_path):
     assert json.loads(result.stdout)["left_out"] == {
         "in other partitions": 1, "that end before they start": 1, "that cannot be read": 1,
     }  # fmt: skip
+
+
+def past(at: int, **changes: object) -> dict[str, object]:
+    """Return a job of sacct --json that had four GPUs of node a for 10,000 s from 1,000 s on."""
+    times = {"submission": 10**6 + at, "start": 10**6 + 1000, "end": 10**6 + 11_000}
+    gres = [{"type": "gres", "name": "gpu", "count": 4}, {"type": "cpu", "count": 4}]
+    job = {"job_id": at, "user": "ada", "partition": "gpu", "nodes": "a", "time": times, "tres": {"allocated": gres}}
+    return {**job, **changes}
+
+
+def history_of(nodes: list[dict[str, object]], *jobs: dict[str, object]) -> History:
+    hosts = read_hosts(json.dumps({"nodes": nodes}), "F")
+    records = read_job_records(json.dumps({"jobs": jobs}), "F")
+    return read_history(records, with_lanes(hosts.nodes, 2), None, features=hosts.features)
+
+
+KINDS = [node("a", "gpu:a100:4"), node("t1", "gpu:t4:8"), node("t2", "gpu:t4:8")]
+
+
+def test_where_no_request_names_a_type_each_job_has_the_type_that_it_had_and_it_is_said():
+    """With AccountingStorageTRES=gres/gpu alone the accounting tells no type; the nodes do."""
+    found = history_of(KINDS, past(1), past(2, nodes="t[1-2]"), past(3, nodes=""), past(4, submit_line="srun -G 4 x"))
+    assert [job.gpu_type for job in found.jobs] == ["a100", "t4", "", ""]
+    assert "2 of 4 jobs do not say which type of GPU they asked for" in found.notes[0]
+    assert "1 of 4 jobs neither say nor show a type" in found.notes[1]
+    # Where some request names one, the others asked for any.
+    typed = past(5, tres={"requested": [{"type": "gres", "name": name, "count": 4} for name in ("gpu", "gpu:T4")]})
+    assert [job.gpu_type for job in history_of(KINDS, past(1), typed).jobs] == ["", "t4"]
+    assert history_of(KINDS[1:], past(1, nodes="t1")).notes == ()
+
+
+def test_a_constraint_leaves_the_nodes_that_meet_it(tmp_path):
+    """Three jobs of four GPUs on the two nodes with a100 or h100; six nodes with neither stay idle."""
+    kinds = {"a": ["a100", "ib"], "b": ["h100"], **{f"c{at}": ["t4"] for at in range(6)}}
+    nodes = [node(name, "gpu:4", features=features) for name, features in kinds.items()]
+    jobs = [past(at, constraints="a100|h100", nodes="a") for at in (1, 2, 3)]
+    found = history_of(nodes, *jobs)
+    assert {name for name in found.jobs[0].barred if "-l" not in name} == {f"c{at}" for at in range(6)}
+    assert len(found.jobs[0].barred) == 12, "further lanes of these hosts, too"
+    files = [tmp_path / "jobs.json", tmp_path / "nodes.json"]
+    for file, content in zip(files, ({"jobs": jobs}, {"nodes": nodes}), strict=True):
+        file.write_text(json.dumps(content))
+    page = str(tmp_path / "p.html")
+    words = ("--sacct", str(files[0]), "--nodes", str(files[1]), "--movable", "0", "-o", page, "--json")
+    assert json.loads(whatif(*words).stdout)["mean_wait_s"]["slurm"] == pytest.approx(10_000 / 3, rel=0.02)
+    # What cannot be judged for each node by itself is said, as are nodes whose features are not known.
+    odd = history_of(nodes, past(1, constraints="[a100*1&h100*1]", nodes="a,b"), past(2, constraints="none"))
+    assert odd.left_out == {"whose constraint no node meets now": 1}
+    assert odd.notes == ("1 jobs have a constraint that binds several nodes together: it is left out.",)
+    words = ("--sacct", str(files[0]), "--nodes", "8x4:16:64", "--movable", "0", "-o", page, "--json")
+    assert "3 jobs have a constraint, and the nodes' features are not known" in whatif(*words).stdout
+
+
+def test_a_table_may_have_bars_in_its_last_columns():
+    head = f"{HEAD}|Constraints|SubmitLine"
+    rows = (f"{row(1, 0, 1, 9)}|a100|h100|sbatch -C a100|h100 x|y", f"{row(2, 0, 1, 9)}||/opt/sbatch --nice=5 x",
+            f"{row(3, 0, 1, 9)}|a|b|", f"{row(4, 0, 1, 9)}|a|sbatch x")  # fmt: skip
+    found = read_job_records("\n".join((head, *rows)), "F")
+    assert not found.left_out, found.example
+    assert [(run.constraint, run.nice) for run in found.runs] == [("a100|h100", 0), ("", 5), ("a|b", 0), ("a", 0)]
+    alone = read_job_records(f"{HEAD}|Constraints\n{row(1, 0, 1, 9)}|a100|h100", "F")
+    assert alone.runs[0].constraint == "a100|h100"
+
+
+def test_an_id_that_comes_again_is_another_job(tmp_path):
+    """Slurm's counter of jobs wraps, and its state may be lost: a job of 2017 and one of 2026 had one number."""
+    year = 365 * 86_400
+    runs = (row(7, 0, 5, 60), row(7, 60, 80, 200), row(7, year, year + 9, year + 50), row(8, 0, 3, 9),
+            row(8, 20, 30, 40, user="eve"))  # fmt: skip
+    found = read_history(
+        read_job_records(Path(table(tmp_path, *runs)).read_text(), "F"), read_cluster("1x4:16:64"), None
+    )
+    assert [(job.id, job.user, job.runs, job.submit_s) for job in found.jobs] == [
+        (7, "ada", 2, 0), (8, "ada", 1, 0), (10, "eve", 1, 20), (9, "ada", 1, year),
+    ]  # fmt: skip
+
+
+def test_the_wait_of_a_job_that_cadenza_held_counts_from_its_submission():
+    """Slurm calls a held job eligible only once it is released."""
+    late = {"submission": 10**6, "eligible": 10**6 + 500, "start": 10**6 + 600, "end": 10**6 + 700}
+    held = {"comment": {"administrator": "a note\ncadenza: held"}}
+    runs = read_job_records(json.dumps({"jobs": [past(1, time=late), past(2, time=late, **held)]}), "F").runs
+    assert [run.submit_s - 10**6 for run in runs] == [500, 0]
+
+
+def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
+    asleep = [node(name, "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]) for name in ("d1", "d2")]
+    files = [tmp_path / "jobs.json", tmp_path / "nodes.json"]
+    files[0].write_text(json.dumps({"jobs": [past(1, nodes="d1")]}))
+    files[1].write_text(json.dumps({"nodes": [node("up", "gpu:a100:4"), *asleep]}))
+    result = whatif("--sacct", str(files[0]), "--nodes", str(files[1]), "-o", str(tmp_path / "p.html"))
+    assert result.exit_code == 0, result.output
+    assert "1 jobs in 0.0 days on 8 GPUs" in result.output
+    assert "powered down, and are left out: d2." in result.output
+
+
+def test_a_null_of_the_accounting_costs_nothing():
+    times = {"submission": 10**6, "start": 10**6, "end": 10**6 + 9, "suspended": "INVALID", "limit": None}
+    nulls = past(1, time=times, tres=None, user=None, nodes=None, submit_line=None, array=None)
+    found = read_job_records(json.dumps({"jobs": [nulls]}), "F")
+    assert [(run.user, run.gpus) for run in found.runs] == [("unknown", 0)], found.example
 
 
 @pytest.mark.parametrize("more", [(), ("--opted-in", "0.95")])

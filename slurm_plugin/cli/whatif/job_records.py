@@ -291,7 +291,7 @@ def _whole_cells(cells: Sequence[str], columns: Sequence[str]) -> list[str]:
         return [*cells]
     last = len(columns) - 1
     if columns[-1] == SITE[-1]:
-        at = next((at for at in range(last, len(cells)) if SUBMITS.match(cells[at])), last)
+        at = next((at for at in range(last, len(cells)) if SUBMITS.match(cells[at])), len(cells) - 1)
         at = at if columns[-2] == SITE[-2] else last
         cells = [*cells[:at], "|".join(cells[at:])]
     if len(cells) > len(columns):  # what is left over is the constraint's
