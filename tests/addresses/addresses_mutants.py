@@ -34,6 +34,11 @@ MUTANTS = {
     "a forked child takes the lock": ("return first && first != getpid();", "return false;"),
     "numbers come twice": ("made.number = ++last_number;", "made.number = count + 1;"),
     "exports are not refused": ("ours = find((uint64_t)where);", "ours = false;"),
+    "a network card may register it": (
+        ".location = {ON_DEVICE, device}};",
+        ".location = {ON_DEVICE, device}, .flags.rdma = 1};",
+    ),
+    "another process may map it": (".type = PINNED, .location", ".type = PINNED, .handle_types = 1, .location"),
     "a resume forgets the peers": (
         "device == one->device || peers[one->device] >> device & 1",
         "device == one->device || (one->fresh ? 0 : peers[one->device] >> device & 1)",

@@ -24,7 +24,7 @@ int cudaIpcGetMemHandle(void *, void *);
 int cudaDeviceEnablePeerAccess(int, unsigned);
 extern long stub_runtime_mallocs, stub_runtime_frees, stub_runtime_others;
 
-struct figures { int64_t live, reserved, synchronized, reachable; };
+struct figures { int64_t live, reserved, synchronized, reachable, shareable; };
 static struct {
     size_t (*list)(struct cadenza_segment *, size_t);
     int (*yield)(const uint64_t *, size_t);
@@ -101,6 +101,7 @@ static void nothing_left(void)
     CHECK(call.list(NULL, 0) == 0);
     CHECK(figures().live == 0);
     CHECK(figures().reserved == 0);
+    CHECK(figures().shareable == 0); /* no network card and no other process can map it */
     CHECK(on_gpu() == 0);
 }
 

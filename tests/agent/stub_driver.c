@@ -279,7 +279,7 @@ int cuGetProcAddress(const char *name, void **function, int version, uint64_t fl
 /* --- libcuda: virtual memory ------------------------------------------------------------------------------------ */
 
 enum { GRANULARITY = 2 << 20, MOST_RANGES = 1 << 14, MOST_DEVICES = 8 };
-struct vmm_properties { int type, handle_types, where, device; };
+struct vmm_properties { int type, handle_types, where, device; void *security; unsigned char compression, rdma; };
 struct vmm_access { int where, device, flags; };
 struct physical { size_t size, offset; int device, released, mapped; };
 struct range { char *start; size_t size; struct physical *behind; int reserved; };
@@ -292,7 +292,7 @@ static __thread int vmm_device;
 static int contexts[MOST_DEVICES]; /* the address of each is a context */
 
 /* For tests: what is not a call of the driver's. */
-struct vmm_figures { int64_t live, reserved, synchronized, reachable; };
+struct vmm_figures { int64_t live, reserved, synchronized, reachable, shareable; };
 static struct vmm_figures vmm_figures;
 void stub_use_device(int device) { vmm_device = device; } /* of the calling thread; -1: it has no context */
 void stub_figures(struct vmm_figures *figures) { *figures = vmm_figures; }
@@ -400,6 +400,7 @@ int cuMemCreate(struct physical **made, size_t size, const struct vmm_properties
     int result;
     if (flags || properties->type != 1 || properties->where != 1 || !size || size % GRANULARITY)
         return INVALID_VALUE;
+    vmm_figures.shareable += properties->handle_types || properties->rdma;
     return LOCKED(create(made, size, properties->device));
 }
 

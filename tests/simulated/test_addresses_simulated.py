@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import unittest
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,33 @@ def test_two_ranks_yield_with_their_buckets_and_go_on_bit_for_bit(tmp_path: Path
         _, second, *others = found["shared"]["buckets"]  # after the first step they are made anew, once
         assert len(second) > 1
         assert others == [second] * len(others)
+
+
+def test_a_job_whose_addresses_cannot_stay_yields_as_without_the_library() -> None:
+    """The reason is said once; what the storages refuse, such as a graph's pool, is refused with it."""
+    tensors, offload, module = on_gpu(), Offload(), device.ACCELERATORS["simulated"].module
+    snapshot, sources = module.memory_snapshot, [("state", tensors)]
+    other = {
+        "device": 0,
+        "address": 4096,
+        "total_size": 6 << 20,
+        "allocated_size": 1,
+        "blocks": [],
+        "is_expandable": True,
+    }
+    try:
+        module.memory_snapshot = lambda: [*snapshot(), other]
+        with unittest.TestCase().assertLogs("cadenza.client") as said:
+            for _ in range(2):
+                found = address_survey.survey(sources)
+                assert (found.in_place, found.refusal) == (None, None)
+        assert ["expandable segments" in one for one in said.output] == [True]
+        offload.offload(found.segments)
+        assert on_gpu_now() == 0
+        offload.restore()
+        assert_complete(tensors)
+        module.memory_snapshot = lambda: [*snapshot(), {**other, "segment_pool_id": (0, 1)}]
+        refusal = address_survey.survey(sources).refusal or ""
+        assert "graph's private pool; addresses cannot stay: 6 MiB are in expandable segments" in refusal
+    finally:
+        module.memory_snapshot = snapshot

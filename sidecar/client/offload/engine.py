@@ -172,7 +172,7 @@ class Offload:
             raise MoveError("addresses cannot stay: no GPU is in use, or the library was not preloaded")
         self._devices = [place for place in accelerator.devices() if accelerator.reserved(place)]
         _empty_caches(self._devices, workspaces=False)  # a captured graph may use the workspaces of cuBLAS
-        plan = address_survey.look()
+        plan = address_survey.plan(mapped, accelerator.snapshot())
         if not isinstance(plan, AddressPlan):
             raise MoveError(f"addresses cannot stay any more: {plan}")
         sizes = {place: accelerator.reserved(place) for place in self._devices}

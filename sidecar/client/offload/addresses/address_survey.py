@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ def survey(
 
     The reason why addresses cannot stay is logged once, and added to a refusal of the storages.
     """
-    found = look()
+    found = look(before)
     if isinstance(found, AddressPlan):
         return Survey((), (), None, in_place=found)
     if found != _told.reason:
@@ -51,8 +51,11 @@ def survey(
     return replace(result, refusal=f"{result.refusal}; addresses cannot stay: {found}") if result.refusal else result
 
 
-def look() -> AddressPlan | str:
-    """Return the move of all that torch has on the GPUs, or the reason why addresses cannot stay."""
+def look(before: ProcessLook | None = None) -> AddressPlan | str:
+    """Return the move of all that torch has on the GPUs, or the reason why addresses cannot stay.
+
+    ``before`` is a look at the process of a moment ago.
+    """
     accelerator, library = device.in_use(), preloaded.library()
     if accelerator is None:
         return "the process uses no GPU"
@@ -60,10 +63,13 @@ def look() -> AddressPlan | str:
         return missing()
     if error := library.counters().no_driver:
         return f"the library cannot use the driver (error {error})"
+    now = ProcessLook(before)
     refusal = fixed_addresses.allocator_refusal(accelerator.module.get_allocator_backend()) or _registered()
-    snapshot = accelerator.snapshot() if refusal is None else ()
-    if refusal := refusal or _pools(accelerator, snapshot):
-        return refusal
+    return refusal or _pools(accelerator, now) or plan(library, now.snapshot)
+
+
+def plan(library: preloaded.Library, snapshot: Sequence[Any]) -> AddressPlan | str:
+    """Return the move of the allocator's segments, or the reason why some are not the library's."""
     served = {one.address: (one.number, one.size) for one in library.segments()}
     return segment_ranges.plan(snapshot, served)
 
@@ -79,11 +85,14 @@ def missing() -> str:
 
 
 def _registered() -> str | None:
-    """Return the reason why NCCL may have registered torch's memory with other ranks or network cards, if it may."""
+    """Return the reason why NCCL may have registered torch's memory with other ranks or network cards, if it may.
+
+    Any group may be one of NCCL, also where the first is not.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    if distributed.get_world_size() < 2 or "nccl" not in str(distributed.get_backend()):  # noqa: PLR2004
+    if distributed.get_world_size() < 2:  # noqa: PLR2004
         return None
     if os.environ.get(HOOK, "0") not in {"", "0", "false", "no"}:
         return f"torch registers its memory with NCCL ({HOOK})"
@@ -92,8 +101,12 @@ def _registered() -> str | None:
     return None
 
 
-def _pools(accelerator: device.Accelerator, snapshot: Iterable[Any]) -> str | None:
-    """Return the reason why memory pools of the script's own forbid it: buffers there may be registered with NCCL."""
-    pools = fixed_addresses.mem_pools(accelerator, ProcessLook().objects)
-    ranges = fixed_addresses.private_ranges(snapshot, pools)
+def _pools(accelerator: device.Accelerator, now: ProcessLook) -> str | None:
+    """Return the reason why memory pools of the script's own forbid it: buffers there may be registered with NCCL.
+
+    Only where there are private pools, those of graphs, too, are all objects of Python looked at.
+    """
+    if not fixed_addresses.private_ranges(now.snapshot, ()):
+        return None
+    ranges = fixed_addresses.private_ranges(now.snapshot, fixed_addresses.mem_pools(accelerator, now.objects))
     return fixed_addresses.pool_refusal(one for one in ranges if one.owner == fixed_addresses.POOL)
