@@ -33,6 +33,11 @@ Reader: TypeAlias = Callable[[bytes], tuple[list[dict[str, Any]], list[Refused]]
 NO_JOB, NO_NODE = 2017, 2018
 """Slurm's numbers for a job and a node that it does not know; see slurm_errno.h."""
 COLUMNS = 2
+TEXT_COLUMNS = {
+    "JobId": 16, "State": 24, "RestartCnt": 16, "PriorityLong": 16, "ArrayJobId": 16, "ArrayTaskId": 64,
+    "ReqNodes": 4096,
+}  # fmt: skip
+"""Columns of ``squeue --Format`` with their widths, which the releases have in common."""
 OPTIONS: Mapping[str, str] = {
     "required_nodes": "ReqNodeList", "memory_per_node": "MinMemoryNode", "cpus_per_task": "CPUsPerTask",
     "min_cpus_per_node": "NumCPUs", "state": "State", "reason": "Reason",
@@ -121,11 +126,11 @@ class SlurmCommands:
                 lines = command(*words, "--Format=JobID:24,Exclusive:24").splitlines()
             except Refusal as error:
                 log.warning("whether jobs share their nodes is not known: %s", printable(str(error)))
-                return
-            told = dict(line.split() for line in lines if len(line.split()) == COLUMNS)
-            self._sharing |= {key: SHARING.get(told.get(str(key[0]), "").lower(), "OK") for key in missing}
+            else:
+                told = dict(line.split() for line in lines if len(line.split()) == COLUMNS)
+                self._sharing |= {key: SHARING.get(told.get(str(key[0]), "").lower(), "OK") for key in missing}
         for key, job in keys.items():
-            job.fields["resource_sharing"] = self._sharing[key]
+            job.fields["resource_sharing"] = self._sharing.get(key)
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
@@ -195,6 +200,58 @@ class SlurmCommands:
         return [Record(one) for one in fields]
 
 
+class TextCommands(SlurmCommands):
+    """Slurm through its commands where none of its versions of JSON is read: as much as a release of all jobs takes.
+
+    Each column is of Slurm's own making, so that no text of a user can stand for another one.
+    """
+
+    def jobs(self) -> Iterable[Any]:
+        """Return all jobs with their states and pins; nothing else of them is known."""
+        return self._rows()
+
+    def job(self, number: int) -> Any:
+        """Return one job."""
+        jobs = self._rows(f"--jobs={number}")
+        return next((job for job in jobs if job.id == number), None) or _unknown("job", str(number), NO_JOB)
+
+    def nodes(self) -> Iterable[Any]:
+        """Return no node."""
+        return []
+
+    def reservations(self) -> list[dict[str, Any]]:
+        """Return no reservation."""
+        return []
+
+    def _rows(self, *words: str) -> list[Record]:
+        columns = ",".join(f"{name}:{width}" for name, width in TEXT_COLUMNS.items())
+        text = command("squeue", "--all", "--states=all", "--noheader", *words, f"--Format={columns}")
+        return [Record(text_fields(line)) for line in text.splitlines() if line.strip()]
+
+
+def text_fields(line: str) -> dict[str, Any]:
+    """Return a job of a line of ``TEXT_COLUMNS``, under the names of pyslurm's properties."""
+    cells, at = {}, 0
+    for name, width in TEXT_COLUMNS.items():
+        cells[name], at = line[at : at + width].strip(), at + width
+    task = cells["ArrayTaskId"]
+    array = "" if task in ("", "N/A") else cells["ArrayJobId"]
+    values = {
+        "job_id": int(cells["JobId"]), "restart_cnt": int(cells["RestartCnt"]), "job_state": [cells["State"]],
+        "priority": _number(cells["PriorityLong"]), "required_nodes": cells["ReqNodes"],
+        "array_job_id": _number(array), "array_task_id": _number(task if task.isdecimal() else ""),
+        "array_task_string": "" if task.isdecimal() or not array else task,
+    }  # fmt: skip
+    jobs, refused = read_jobs(json.dumps({"jobs": [values]}))
+    if refused:
+        raise SlurmUnavailable(f"squeue --Format: {refused[0]}")
+    return jobs[0]
+
+
+def _number(text: str) -> dict[str, Any]:
+    return {"set": text.isdecimal(), "number": int(text) if text.isdecimal() else 0}
+
+
 def update(subject: str, changes: Mapping[str, Any], *words: str) -> None:
     """Change what ``subject`` names, by names of pyslurm."""
     values = {OPTIONS[name]: ",".join(value) if isinstance(value, list) else value for name, value in changes.items()}
@@ -216,8 +273,8 @@ def release_of_commands() -> str:
 class JsonSource:
     """Answers the gateway's requests by Slurm's commands."""
 
-    def __init__(self, reason: str = "") -> None:
-        self._verbs = Verbs(SlurmCommands())
+    def __init__(self, reason: str = "", commands: SlurmCommands | None = None) -> None:
+        self._verbs = Verbs(commands or SlurmCommands())
         self._reason = reason
         """The cause for which pyslurm is not the source."""
 

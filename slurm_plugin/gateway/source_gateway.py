@@ -35,7 +35,7 @@ from cadenza.slurm_plugin.gateway.errors import (
     WorkerHung,
     WorkerLost,
 )
-from cadenza.slurm_plugin.gateway.json_source import JsonSource, release_of_commands
+from cadenza.slurm_plugin.gateway.json_source import JsonSource, TextCommands, release_of_commands
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor
 from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
 
@@ -187,6 +187,11 @@ def over_pyslurm() -> SlurmGateway:
 def over_json() -> SlurmGateway:
     """Return the gateway over Slurm's commands and their JSON."""
     return SlurmGateway(JsonSource())
+
+
+def over_text() -> SlurmGateway:
+    """Return a gateway that can release jobs, where no version of Slurm's JSON is read."""
+    return SlurmGateway(JsonSource(commands=TextCommands()))
 
 
 def automatic() -> SlurmGateway:

@@ -24,6 +24,8 @@ from cadenza.policies.core.profile import Profile, linked
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import JobId
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.gateway import slurm_gateway, source_gateway
+from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -242,6 +244,22 @@ def test_release_without_its_record_undoes_what_slurm_says(sharing: Path, lost: 
     said = [f"setfactor job {number}: done" for number in (3, 4)]
     assert (done.exit_code, done.stdout.splitlines()) == (3, ["release job 3: done", *said])
     assert "suspends may be left" in done.stderr
+
+
+def test_release_works_where_none_of_slurms_json_is_read(sharing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Upgraded:
+        def read(self) -> None:
+            raise EnvironmentLacks("this release of Slurm needs another Cadenza")
+
+        def close(self) -> None:
+            pass
+
+    fill(sharing, cluster(job(2, "second", "yielded", state="SUSPENDED")), apply=True)
+    by_text = slurm_gateway.open_gateway(load_settings(sharing).service.gateway)
+    monkeypatch.setattr(slurm_gateway, "open_gateway", lambda _: Upgraded())
+    monkeypatch.setattr(source_gateway, "over_text", lambda: by_text)
+    done = run("release", "--all", "--config", str(sharing))
+    assert (done.exit_code, done.stdout) == (0, "unsuspend job 2: done\n")
 
 
 def test_release_sets_sitefactors_back(sharing: Path, tmp_path: Path) -> None:

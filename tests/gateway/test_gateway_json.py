@@ -38,7 +38,7 @@ from cadenza.slurm_plugin.gateway.errors import (
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, read_jobs, read_nodes, read_reservations
 from cadenza.slurm_plugin.gateway.slurm_values import hosts, job_gpus, node_state, wanted_type
-from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json
+from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json, over_text
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.gateway.verbs import FINISHED, NODES_S, RARE_S, TERMINATED
 
@@ -531,3 +531,33 @@ def test_a_null_is_nothing_and_a_record_that_cannot_be_read_is_counted_by_its_re
 )  # fmt: skip
 def test_a_node_is_up_or_comes_when_it_is_asked_or_is_gone(state: str, found: str) -> None:
     assert node_state(state.split("+")) == found
+
+
+def test_without_any_version_of_the_json_all_that_is_ours_can_be_released(commands: Calls, tmp_path: Path) -> None:
+    """After an upgrade of Slurm to a release that offers none, nothing of ours may stay."""
+    scontrol, squeue = tmp_path / "bin" / "scontrol", tmp_path / "bin" / "squeue"
+    text = scontrol.read_text()
+    scontrol.write_text(text.replace("data_parser/v0.0.42", "data_parser/v0.0.99"))
+    rows = ((7, "SUSPENDED", 1, 5, 7, "N/A", ""), (8, "PENDING", 0, 0, 8, "N/A", "n[1-2]"),
+            (9, "PENDING", 0, 0, 9, "3-5%2", ""), (10, "RUNNING", 0, 3, 9, "2", ""))  # fmt: skip
+    widths = (16, 24, 16, 16, 16, 64, 4096)
+    lines = ["".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
+    squeue.write_text(
+        f'#!/bin/sh\ncase "$*" in *Format=JobId:16,State:24,*) cat {tmp_path}/rows ;; *) exit 1 ;; esac\n'
+    )
+    with pytest.raises(EnvironmentLacks, match=r"v0\.0\.99.*v0\.0\.46"):
+        over_json().read()
+    gateway = over_text()
+    found = {job.key: (job.state, job.held, job.required_nodes) for job in gateway.read().jobs}
+    assert found == {
+        JobKey(7, 1): ("SUSPENDED", False, ()), JobKey(8, 0): ("PENDING", True, ("n1", "n2")),
+        JobKey(9, 0): ("PENDING", True, ()), JobKey(10, 0): ("RUNNING", False, ()),
+    }  # fmt: skip
+    for action in (Unsuspend(JobKey(7, 1), "r"), Release(JobKey(8, 0), "r", unpin=True), Release(JobKey(9, 0), "r"),
+                   SetFactor(JobKey(10, 0), 0, "r")):  # fmt: skip
+        assert gateway.apply(action).error == ""
+    assert commands() == [
+        "resume 7", "update JobId=8 ReqNodeList=", "release 8", "release 9", "update JobId=9_2 SiteFactor=0",
+    ]  # fmt: skip
+    assert "is at restart 1" in gateway.apply(Unsuspend(JobKey(7, 0), "r")).error

@@ -123,7 +123,9 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
     """
     from cadenza.policies.core.decision import Memory  # noqa: PLC0415
     from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.source_gateway import over_text  # noqa: PLC0415
     from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.failover.release_round import adopted  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.schema import read_undo  # noqa: PLC0415
@@ -133,9 +135,14 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
         memory = read_undo(Path(settings.service.store))
     except StoreError as error:
         unreadable = error
-    gateway = open_gateway(settings.service.gateway)
+    gateway: SlurmGateway = open_gateway(settings.service.gateway)
     try:
-        snapshot = gateway.read()
+        try:
+            snapshot = gateway.read()
+        except EnvironmentLacks:  # what is ours must go also under a Slurm whose JSON is not read
+            gateway.close()
+            gateway = over_text()
+            snapshot = gateway.read()
         memory = adopted(snapshot) if unreadable is not None else memory
         plan = release_plan(snapshot, memory, RELEASE_REASON, everything=True)
         chosen = [action for action in plan if job_id in (None, _job_of(action))]
