@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The rows of ``gpu_acceptance.py`` for addresses that stay, each in a process with the preloaded library.
 
-``gpu_addresses.py graphs|small|large`` is the process of a row: it prints its figures, or why the row has failed.
+``gpu_addresses.py`` prints all of them; ``gpu_addresses.py graphs|training|small|large`` is the process of one row: it
+prints its figures, or why the row has failed.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_checks import MIB, Gpu, PlainCopy, available_mib
 from gpu_rows import Figures, MissedError, NotRunError, check, require
+from torch import nn
 
 from cadenza.sidecar.client.offload.addresses import address_survey, preloaded
 from cadenza.sidecar.client.offload.copy_plan import AddressPlan
 from cadenza.sidecar.client.offload.engine import Offload
 
 SOURCE = Path(__file__).resolve().parents[1] / "sidecar" / "agent" / "addresses"
-LIMIT_S = 90.0
-YIELDS = 50
+LIMITS_S = {"graphs": 50.0, "training": 80.0, "small": 50.0, "large": 90.0}
+"""Longest time of each row's process."""
+YIELDS, STEPS = 50, 10
 SMALL, LARGE_MIB = 512, 40 << 10
 SHARES = {"small": 0.55, "large": 0.93}
 """The least speed of both ways, of the plain copy's."""
@@ -47,7 +52,7 @@ def environment(folder: Path) -> dict[str, str]:
     return preloaded.environment(os.environ, place)
 
 
-def row(word: str, _gpu: Gpu, figures: Figures) -> None:
+def row(word: str, _gpu: Gpu | None, figures: Figures) -> None:
     """Run a row's process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, word]
@@ -56,7 +61,7 @@ def row(word: str, _gpu: Gpu, figures: Figures) -> None:
             env=environment(Path(folder)),
             stdout=subprocess.PIPE,
             text=True,
-            timeout=LIMIT_S,
+            timeout=LIMITS_S[word],
             check=False,
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
@@ -107,6 +112,49 @@ def _losses(gpu: Gpu, *, yields: bool) -> list[str]:
     return found
 
 
+def training(gpu: Gpu, figures: Figures) -> None:
+    """Train plainly, by DDP and by compiled CUDA graphs, with fused AdamW, alone and with a yield at each step."""
+    cuda = gpu.scale.kind == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if cuda else "gloo"
+        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        for kind in ("plain", "DDP", "reduce-overhead") if cuda else ("plain", "DDP"):
+            _trained(gpu, kind, yields=False)  # compiles, and chooses algorithms
+            alone, yielding = (_trained(gpu, kind, yields=yields) for yields in (False, True))
+            figures[kind] = "identical" if alone == yielding else f"from step {_first_other(alone, yielding)} on other"
+        torch.distributed.destroy_process_group()
+    require(set(figures.values()) == {"identical"}, "the losses differ")
+
+
+def _trained(gpu: Gpu, kind: str, *, yields: bool) -> list[str]:
+    """Return the losses of some steps, in hexadecimal."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(gpu.place)
+    run: Any = nn.parallel.DistributedDataParallel(model) if kind == "DDP" else model
+    run = torch.compile(model, mode="reduce-overhead") if kind == "reduce-overhead" else run
+    optimizer = torch.optim.AdamW(model.parameters(), fused=gpu.scale.kind == "cuda")
+    offload, found = Offload(), []
+    for _ in range(STEPS):
+        if kind == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = run(torch.randn(64, 256).to(gpu.place)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item().hex())
+        del loss
+        if yields:
+            offload.offload_in_place()
+            offload.restore()
+    offload.close()
+    return found
+
+
+def _first_other(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the number of the first loss that differs."""
+    return next(step for step, pair in enumerate(zip(one, other, strict=True), 1) if pair[0] != pair[1])
+
+
 def speed(word: str, gpu: Gpu, figures: Figures) -> None:
     """Yield and resume; compare with a plain copy of as many bytes."""
     small, cuda = word == "small", gpu.scale.kind == "cuda"
@@ -135,11 +183,20 @@ def speed(word: str, gpu: Gpu, figures: Figures) -> None:
         require(min(shares) >= SHARES[word], f"below {SHARES[word]:.0%} of a plain copy")
 
 
-WORDS = {"graphs": graphs, **{word: functools.partial(speed, word) for word in SHARES}}
+NAMES = {
+    "graphs": "C addresses that stay: CUDA graphs, 50 yields",
+    "training": "C addresses that stay: fused AdamW, DDP, reduce-overhead",
+    "small": "B addresses that stay: 512 segments of 2 MiB",
+    "large": "B addresses that stay: 40 GiB",
+}
+WORDS = {"graphs": graphs, "training": training, **{word: functools.partial(speed, word) for word in SHARES}}
 
 
 if __name__ == "__main__":
     if os.environ.get("SIMULATED_GPUS"):
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "simulated"))
-    device_of_process = Gpu()
-    check(sys.argv[1], functools.partial(WORDS[sys.argv[1]], device_of_process))
+    if sys.argv[1:]:
+        device_of_process = Gpu()
+        check(sys.argv[1], functools.partial(WORDS[sys.argv[1]], device_of_process))
+    for each in NAMES if not sys.argv[1:] else ():
+        check(NAMES[each], functools.partial(row, each, None))

@@ -210,6 +210,43 @@ static void a_resume_without_room_is_undone(void)
     nothing_left();
 }
 
+/* Whatever fails at whichever segment, also more than once, and also where the undoing fails: nothing is lost. */
+static void a_resume_that_fails_anywhere_can_be_tried_again(void)
+{
+    static const char *const calls[] = {"cuMemCreate", "cuMemMap", "cuMemSetAccess"};
+    enum { COUNT = 6 };
+    unsigned char *found[COUNT];
+    uint64_t failures = counters().failures;
+    for (int i = 0; i < COUNT; i++)
+        found[i] = get(2 * MIB);
+    for (int i = 0; i < 3; i++)
+        for (int number = 1; number <= COUNT; number++) {
+            CHECK(yield_all() == 0);
+            for (int times = 0; times < 3; times++) {
+                call.fail(calls[i], number, 999);
+                CHECK(call.resume() == 999);
+                CHECK(figures().live == 0 && counters().away_bytes == COUNT * 2 * MIB);
+            }
+            CHECK(call.resume() == 0);
+        }
+    for (int number = 2; number <= COUNT; number++) {
+        CHECK(yield_all() == 0);
+        call.gpu->fail_creation = number;
+        call.fail("cuMemUnmap", 1, 999); /* one segment stays, and is known to be there */
+        CHECK(call.resume() == 2);
+        CHECK(figures().live == (int64_t)(2 * MIB) && counters().live_bytes == 2 * MIB);
+        call.gpu->fail_creation = 0;
+        CHECK(call.resume() == 0);
+        CHECK(figures().live == (int64_t)(COUNT * 2 * MIB));
+    }
+    CHECK(counters().failures == failures + 3 * COUNT * 3 + COUNT - 1);
+    for (int i = 0; i < COUNT; i++) {
+        found[i][2 * MIB - 1] = 1;
+        CHECK(cudaFree(found[i]) == 0);
+    }
+    nothing_left();
+}
+
 static void a_driver_that_fails_leaves_nothing_behind(void)
 {
     static const char *const calls[] = {"cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"};
@@ -468,6 +505,7 @@ static const struct { const char *name; void (*run)(void); } checks[] = {
     CHECKED(passes_the_rest_to_the_runtime),
     CHECKED(comes_back_at_its_addresses),
     CHECKED(a_resume_without_room_is_undone),
+    CHECKED(a_resume_that_fails_anywhere_can_be_tried_again),
     CHECKED(a_driver_that_fails_leaves_nothing_behind),
     CHECKED(a_full_gpu_is_a_shortage),
     CHECKED(a_segment_freed_while_it_is_away_does_not_come_back),
