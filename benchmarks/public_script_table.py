@@ -151,6 +151,23 @@ SCRIPTS = (
         needs=("torchvision",), prepare=public_stand_ins.write_pictures, steps=24,
     ),
     Script(
+        "timm train.py, persistent_workers=False", "huggingface/pytorch-image-models", "train.py",
+        "--data-dir pictures --dataset torch/image_folder --model resnet18 --num-classes 2 --input-size 3 32 32 -b 8 "
+        "--epochs 6 --cooldown-epochs 0 --warmup-epochs 1 --workers 1 --device cpu --opt adamw --lr 0.001",
+        (
+            add("import argparse\n", IMPORT),
+            add(
+                "    results = []\n",
+                "    " + KEEPER + "scheduler=lr_scheduler)",
+                "    start_epoch = keeper.restore() or start_epoch",
+            ),
+            add("                lr_scheduler.step(epoch_p_1, latest_metric)\n", "            keeper.save(epoch + 1)"),
+            add("        worker_seeding=args.worker_seeding,\n", "        persistent_workers=False,"),
+            add("            num_workers=eval_workers,\n", "            persistent_workers=False,"),
+        ),
+        needs=("torchvision",), prepare=public_stand_ins.write_pictures, steps=24,
+    ),
+    Script(
         "PPO", "vwxyzjn/cleanrl", "cleanrl/ppo.py", "--no-cuda --num-steps 32 --total-timesteps 3000",
         (
             add("import random\n", "import cloudpickle", IMPORT),

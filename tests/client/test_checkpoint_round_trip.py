@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client import checkpoints
-from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint, left_out, parts, round_trip
+from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, left_out, parts, round_trip
 from cadenza.sidecar.client.errors import UsageError
 
 

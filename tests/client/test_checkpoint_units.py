@@ -22,7 +22,9 @@ from cadenza.sidecar.client.checkpoints.step_units import (
     OWN,
     Units,
 )
+from cadenza.sidecar.client.data import ElasticDataLoader
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.loader_workers import LIVING
 
 
 @pytest.fixture(autouse=True)
@@ -323,3 +325,17 @@ def test_without_a_known_unit_there_is_no_periodic_save(tmp_path: Path, monkeypa
     job.keeper.every(minutes=1 / 60)
     job.steps(20)
     assert steps_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["kept", "new each epoch", "with a state of its own"])
+def test_a_job_whose_loader_keeps_its_workers_is_refused_before_the_first_move(tmp_path: Path, kind: str) -> None:
+    """Its workers' random numbers do not come back, and the loader draws once more after a restore."""
+    make = ElasticDataLoader if kind == "with a state of its own" else DataLoader
+    loader = make(TensorDataset(torch.zeros(4)), num_workers=1, persistent_workers=kind != "new each epoch")
+    job = Job(tmp_path)
+    job.train()
+    job.keeper.at(1)
+    client.boundary()
+    reason = LIVING if kind == "kept" else ""
+    assert job.keeper._registration.unready == reason
+    del loader

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from test_checkpoint_requested import requested_by, send_on
 from test_integrations_callbacks import example
+from torch.utils.data import DataLoader
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.bootstrap.process import current
@@ -24,6 +25,7 @@ from cadenza.sidecar.client.integrations.framework_checkpoints import lightning_
 from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
+from cadenza.sidecar.client.loader_workers import LIVING
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +37,21 @@ def lightning(job: Peer) -> Callable[..., Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = example("lightning_train")
 
-    def fit(*callbacks: Any, ckpt_path: str | None = None, **options: Any) -> Any:
+    def fit(*callbacks: Any, ckpt_path: str | None = None, workers: int | None = None, **options: Any) -> Any:
         module.seed_everything(1, verbose=False)
         net = module.Net()
-        net.body[3].p = 0.0
+        if workers is None:
+            net.body[3].p = 0.0
         data = module.loader(96, shuffle=False).dataset
         trainer = module.Trainer(
-            max_epochs=1, accumulate_grad_batches=2, callbacks=[module.EMAWeightAveraging(decay=0.9), *callbacks],
+            accumulate_grad_batches=2, callbacks=[module.EMAWeightAveraging(decay=0.9), *callbacks],
             logger=False, enable_progress_bar=False, enable_model_summary=False,
-            devices=1, accelerator="cpu", num_sanity_val_steps=0, **{"enable_checkpointing": False, **options},
+            devices=1, accelerator="cpu", num_sanity_val_steps=0,
+            **{"max_epochs": 1, "enable_checkpointing": False, **options},
         )  # fmt: skip
-        loader = ElasticDataLoader(data, batch_size=8, num_workers=0)
+        loader: Any = ElasticDataLoader(data, batch_size=8, num_workers=0)
+        if workers is not None:
+            loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
         trainer.fit(net, loader, module.loader(16, shuffle=False), ckpt_path=ckpt_path)
         return trainer.global_step, net.losses, module.digest(net)
 
@@ -65,6 +71,44 @@ def test_lightning_saves_on_order_and_goes_on_from_there(
     assert newest == path
     again = lightning(ckpt_path=newest)
     assert again == (steps, losses[8:], digest)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("order_at", [3, 8, 0], ids=["first epoch", "second epoch", "epoch end"])
+def test_lightning_goes_on_in_the_data_of_a_shuffled_loader_and_with_its_random_numbers(
+    lightning: Callable[..., Any],
+    job: Peer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    order_at: int,
+    workers: int,
+) -> None:
+    def callbacks() -> tuple[CadenzaCallback, ModelCheckpoint]:
+        return CadenzaCallback(checkpoints=tmp_path / "kept"), ModelCheckpoint(str(tmp_path / "own"), save_top_k=-1)
+
+    options = {"workers": workers, "max_epochs": 2, "enable_checkpointing": True}
+    finish = requested_by(job, order_at, then=send_on) if order_at else Script(job.rank, job).finish
+    steps, losses, digest = lightning(*callbacks(), **options)
+    finish()
+    for path in (tmp_path / "own").iterdir():
+        if order_at or lightning_step(path) != 6:
+            path.unlink()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    again, saver = callbacks()
+    newest = again.newest()
+    assert newest is not None
+    left = lightning(again, saver, ckpt_path=newest, **options)
+    assert left == (steps, losses[-len(left[1]) :], digest)
+
+
+def test_lightning_is_not_moved_while_a_loader_keeps_its_workers(
+    lightning: Callable[..., Any], job: Peer, tmp_path: Path
+) -> None:
+    kept = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    finish = requested_by(job, 3, then=lambda rank: None)
+    lightning(CadenzaCallback(checkpoints=tmp_path))
+    assert finish()["error"] == LIVING
+    del kept
 
 
 def test_lightning_saves_after_the_accumulation_in_which_it_was_asked(

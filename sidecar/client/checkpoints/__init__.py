@@ -84,20 +84,16 @@ def _tell_once(sampler: Any, own: Any) -> None:
     if _told or (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0":
         return
     _told.append(True)
-    every = [one for one in gc.get_objects() if type(one) is DataLoader]
-    loaders = every if sampler is None else []
+    loaders = [one for one in gc.get_objects() if type(one) is DataLoader] if sampler is None else []
     seeded = any(one.generator is not None or getattr(one.sampler, "generator", None) is not None for one in loaders)
     absent = ["the position in the data (sampler=)"] if sampler is None else []
     absent += ["the generator of a DataLoader (own=)"] if seeded and own is None else []
-    # Such a loader draws from torch's generator when its workers start: once, and after a restore once more.
-    living = [one for one in every if one.persistent_workers]
-    absent += ["the random numbers of a DataLoader with persistent workers (persistent_workers=)"] if living else []
     absent += (
         ["anything else of the script's own, such as best values, an EMA or generators (own=)"] if own is None else []
     )
     if absent:
         _log.log(
-            logging.WARNING if loaders or living else logging.INFO,
+            logging.WARNING if loaders else logging.INFO,
             "a restore brings back what this checkpoint was given, and not %s",
             "; nor ".join(absent),
         )

@@ -30,6 +30,7 @@ from cadenza.sidecar.client.checkpoints.round_trip import RoundTrips
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, Units
 from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError
+from cadenza.sidecar.client.loader_workers import living_workers
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.session.checkpoint_request import Saved
 from cadenza.sidecar.client.session.savers import Place
@@ -334,6 +335,9 @@ class Checkpoint:
         units = self._units
         reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
         self._registration.tell(reason, away=units.unit != OWN)
+        if not reason and not self._looked_for_workers:
+            self._looked_for_workers = True
+            reason = self._stopped = living_workers()
 
     def _may_save(self, place: Place) -> int:
         """Return the obstacle to a requested checkpoint at a boundary, as ``PASSED_…``; 0 if there is none."""

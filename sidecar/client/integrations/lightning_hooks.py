@@ -6,10 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.errors import SaveError
 from cadenza.sidecar.client.integrations.framework_checkpoints import newest_of_lightning
 from cadenza.sidecar.client.integrations.participation import (
@@ -23,6 +26,8 @@ CHECKPOINTS_KEPT = 2
 """Number of checkpoints kept of those that Cadenza requested."""
 OTHERS = "other_directories.json"
 """File with the directories in which the Trainer's own callbacks save."""
+PLACES = "cadenza_places"
+"""Key of a checkpoint: the place of each rank in the data, and its random numbers."""
 EACH_LAST = (
     "each step of this run is the last one of its epoch, or a validation follows it: Lightning does that work only "
     "after its callbacks, and would not do it again"
@@ -52,6 +57,10 @@ class LightningHooks:
         self._part = Participation(self._state)
         self._optimizer_steps = 0
         self._samples = 0
+        self._begin: dict[str, Any] = {}
+        """Random numbers at the beginning of this epoch's data."""
+        self._place: Mapping[str, Any] = {}
+        """Place in the data, with the random numbers, of the checkpoint that is loaded."""
 
     def newest(self) -> str | None:
         """Return the newest whole checkpoint, or None, for ``trainer.fit(ckpt_path=…)``.
@@ -72,6 +81,18 @@ class LightningHooks:
         trainer.callbacks = sorted(trainer.callbacks, key=lambda one: (hasattr(one, "dirpath"), one is self))
         saves = self._directory is not None and stage == "fit"
         self._part.join(owner, saves=saves, at_epoch_end=self._at_epoch_end)
+        if saves:
+            self._note_first_data(trainer.fit_loop)
+
+    def _note_first_data(self, loop: Any) -> None:
+        """Have the random numbers noted where Lightning makes the first iterator of the data; it has no hook there."""
+        load = loop._load_combined_loader_states  # noqa: SLF001 - the last thing before the iterator
+
+        def noting() -> None:
+            load()
+            self._begin = rng_state.capture()
+
+        loop._load_combined_loader_states = noting  # noqa: SLF001
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Note where else checkpoints of this run will be, and tell Cadenza which one it goes on from."""
@@ -84,20 +105,61 @@ class LightningHooks:
                 beside.write_text(json.dumps(sorted(known)), encoding="utf-8")
                 beside.replace(self._directory / OTHERS)
         if trainer.ckpt_path and trainer.global_step:
+            self._go_on(trainer.fit_loop)
             self._part.restored(trainer.ckpt_path, trainer.global_step)
+
+    def _go_on(self, loop: Any) -> None:
+        """Go on in the data, and with the random numbers, where the checkpoint was saved.
+
+        Its batches of the epoch are loaded once more, as the Trainer of transformers does; a loader with a state of its
+        own has gone on already.
+        """
+        place, self._place = self._place, {}
+        if not place:
+            return
+        fetcher, batches = loop._data_fetcher, int(place["batches"])  # noqa: SLF001
+        if all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened):
+            rng_state.restore(place["now"])
+            return
+        self._begin = dict(place["begin"])
+        rng_state.restore(self._begin)
+        iter(fetcher)
+        for _ in range(batches):
+            next(fetcher)
+        fetcher.fetched -= batches  # Lightning adds them
+        if batches:
+            rng_state.restore(place["now"])
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Note the random numbers at the beginning of an epoch, whose data Lightning begins after this."""
+        if trainer.current_epoch and not trainer.fit_loop.is_resuming:
+            self._begin = rng_state.capture()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Note the place in the data of a checkpoint that is loaded."""
+        places = checkpoint.get(PLACES, ())
+        self._place = places[trainer.global_rank] if len(places) == trainer.world_size else {}
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the process as it was."""
         self._part.leave()
-        self._trainer = None
+        self._trainer, self._begin = None, {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave after an error too: Lightning calls no teardown then."""
         self.teardown(trainer, pl_module, type(exception).__name__)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refuse a checkpoint from a signal handler while the state is away: it would have no content."""
+        """Add the place in the data, and refuse while the state is away: a signal handler's would have no content."""
         self._part.refuse_while_away("save_checkpoint()")
+        if self._begin:
+            progress, now = trainer.fit_loop.epoch_loop.batch_progress, rng_state.capture()
+            begin, batches = (now, 0) if progress.is_last_batch else (self._begin, progress.current.ready)
+            place = {"begin": begin, "now": now, "batches": batches}
+            places = [place] * trainer.world_size
+            if trainer.world_size > 1:
+                torch.distributed.all_gather_object(places, place)
+            checkpoint[PLACES] = places
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int  # noqa: ARG002

@@ -13,7 +13,8 @@ import torch
 
 from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.bootstrap.process import current, prepare
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import CheckpointError, UsageError
+from cadenza.sidecar.client.loader_workers import living_workers
 from cadenza.sidecar.client.session import checkpoint_request
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class Participation:
 
     def _defer(self) -> object:
         """Accept Cadenza's request: the framework saves at the end of its next step."""
+        if (reason := living_workers()) and self._registration is not None:
+            self._registration.tell(reason)
+            raise CheckpointError(reason)
         self.checkpoint_due = True
         return checkpoint_request.DEFERRED
 
