@@ -112,6 +112,19 @@ def test_a_site_and_tiers_change_slurms_order(tmp_path: Path) -> None:
     assert shared.exit_code == 0, shared.output
 
 
+def test_a_job_may_take_one_of_several_types_of_gpu(tmp_path: Path) -> None:
+    """Three jobs that take a100 or h100 share two nodes; the t4 stay idle."""
+    trace = tmp_path / "t.csv"
+    trace.write_text("job,submit_s,gpus,duration_s,gpu_type\n" + "".join(f"{n},0,4,600,A100|h100\n" for n in (1, 2, 3)))
+    words = ("--trace", str(trace), "--nodes", "1x4:24:500:a100,1x4:24:500:h100,4x8:24:500:t4", "--share", "none")
+    rows = tmp_path / "rows.csv"
+    done = run(*words, "--per-job", str(rows))
+    assert done.exit_code == 0, done.output
+    assert sorted(float(row["start_s"]) >= 600 for row in csv.DictReader(rows.open())) == [False, False, True]
+    refused = run(*words[:2], "--nodes", "4x8:24:500:t4")
+    assert "job 1: no node has GPUs of type 'A100|h100'" in refused.stderr
+
+
 def test_jobs_that_did_not_opt_in_are_drawn(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("job,submit_s,gpus,duration_s,account,user\n" + SITED)

@@ -1,10 +1,11 @@
 """Record what the commands of one release of Slurm print: one moment of a container cluster with jobs of all kinds.
 
     SLURM=24.11 container/build
-    PYTHONPATH=container SLURM=24.11 python tests/gateway/record_release.py tests/gateway/data/release-24.11.json
+    PYTHONPATH=container SLURM=24.11 python tests/gateway/record_release.py tests/gateway/data v0.0.42
 
-Of each record the fields are kept that the gateway's decoder reads. The recording of another release has the same jobs
-by name; test_gateway_releases.py compares them.
+writes release-24.11.json, and one for each further version of the data parser that is named. Of each record the fields
+are kept that the gateway's decoder reads and that hold something. The recording of another release has the same jobs by
+name; test_gateway_releases.py compares them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cadenza.slurm_plugin.gateway import slurm_json
-from cadenza.slurm_plugin.gateway.commands import JSON
 
 from cluster import Cluster, wait_for
 
@@ -40,6 +40,8 @@ RUNNING: Mapping[str, str] = {
 ENDING: Mapping[str, str] = {
     "done": "true", "bad": "exit 3", "term": "kill -TERM $$", "ends": "trap '' TERM; sleep 300 & wait; sleep 300",
 }  # fmt: skip
+EMPTY = ("", [], {"set": False, "infinite": False, "number": 0})
+"""Values that say nothing."""
 KINDS = (
     ("jobs", slurm_json._Job, ("squeue", "--all", "--states=all")),
     ("nodes", slurm_json._Node, ("scontrol", "--all", "show", "nodes")),
@@ -82,36 +84,45 @@ def fill(cluster: Cluster) -> None:
     cluster.wait_state(ending["ends"], "COMPLETING", "CANCELLED")
 
 
-def record(cluster: Cluster) -> dict[str, object]:
-    """Return the records; bytes that are not UTF-8 are surrogates."""
-    found: dict[str, object] = {"time_s": float(cluster.ctl("date", "+%s"))}
+def record(cluster: Cluster, version: str) -> dict[str, object]:
+    """Return the records of a version of the data parser; bytes that are not UTF-8 are surrogates."""
+    found: dict[str, object] = {"time_s": float(cluster.ctl("date", "+%s")), "version": version}
+    columns = "squeue --all --states=all --noheader --Format=JobID:24,Exclusive:24"
+    found["exclusive"] = dict(line.split() for line in cluster.ctl("sh", "-c", f"{columns} || true").splitlines())
     for kind, struct, words in KINDS:
-        encoded = cluster.ctl("sh", "-c", f"SLURM_BITSTR_LEN=0 {' '.join(words)} {JSON} | base64 -w0")
+        encoded = cluster.ctl("sh", "-c", f"SLURM_BITSTR_LEN=0 {' '.join(words)} --json={version} | base64 -w0")
         answer = json.loads(base64.b64decode(encoded).decode("utf-8", "surrogateescape"))
         found["slurm"] = answer["meta"]["slurm"]["release"]
         fields = struct.__struct_fields__
-        found[kind] = [{name: one[name] for name in fields if name in one} for one in answer[kind]]
+        found[kind] = [
+            {name: one[name] for name in fields if one.get(name, EMPTY[0]) not in EMPTY} for one in answer[kind]
+        ]
     return found
 
 
 def main() -> None:
     """Record on a fresh cluster, and remove it."""
+    folder, *versions = sys.argv[1:]
     cluster = Cluster(NAME)
     try:
         cluster.up(*SIZE)
         wait_for("five nodes", lambda: cluster.ctl("sinfo", "-h", "-N", "-t", "idle").count("\n") >= 5)
         fill(cluster)
-        found = record(cluster)
+        recordings = [record(cluster, version) for version in versions]
     finally:
         cluster.down()
-    lines = []
-    for name, value in found.items():
-        if isinstance(value, list):
-            rows = ",\n".join(json.dumps(one, separators=(",", ":")) for one in value)
-            lines.append(f'"{name}":[\n{rows}\n]')
-        else:
-            lines.append(f'"{name}":{json.dumps(value)}')
-    Path(sys.argv[1]).write_text("{" + ",\n".join(lines) + "}\n")
+    for found in recordings:
+        lines = []
+        for name, value in found.items():
+            if isinstance(value, list):
+                rows = ",\n".join(json.dumps(one, separators=(",", ":")) for one in value)
+                lines.append(f'"{name}":[\n{rows}\n]')
+            else:
+                lines.append(f'"{name}":{json.dumps(value)}')
+        release = ".".join(str(found["slurm"]).split(".")[:2])
+        further = "" if found["version"] == versions[0] else f"-{found['version']}"
+        path = Path(folder) / f"release-{release}{further}.json"
+        path.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 if __name__ == "__main__":

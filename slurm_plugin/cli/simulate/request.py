@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -150,6 +150,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         nodes = _named("--nodes", read_cluster, shape, lanes)
         trace = None if workload else _trace(words, profiles, queue)
         queue, nodes = _ordered(words, queue, trace or (), nodes)
+        trace = trace and tuple(_of_any_type(trace, nodes))
     # 3. Time, costs and faults.
     events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
     failures, costs, interference = words["failures"], words["costs"], words["interference"]
@@ -395,6 +396,20 @@ def _ordered(
         several = any(job.account or job.qos or job.nice for job in trace) or len({job.user for job in trace}) > 1
         queue = msgspec.structs.replace(queue, weights=Weights(**(USUAL_WEIGHTS if several else AGE_ALONE)))
     return queue, tuple(replace(node, partitions=(*node.partitions, *tiers)) for node in nodes) if tiers else nodes
+
+
+def _of_any_type(trace: Sequence[TraceJob], nodes: Sequence[Node]) -> Iterator[TraceJob]:
+    """Yield the jobs; one that takes any of several types, as a constraint a100|h100 says, may not have other nodes."""
+    kinds = {node.gpu_type.casefold() for node in nodes}
+    for job in trace:
+        types = {name.casefold() for name in job.gpu_type.split("|")}
+        if len(types) == 1:
+            yield job
+        elif types & kinds:
+            barred = frozenset(node.name for node in nodes if node.gpu_type.casefold() not in types)
+            yield replace(job, gpu_type="", barred=barred)
+        else:
+            raise InputError(f"job {job.id}: no node has GPUs of type {quoted(job.gpu_type)}")
 
 
 def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile], queue: QueueRules) -> tuple[TraceJob, ...]:
