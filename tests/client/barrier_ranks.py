@@ -23,21 +23,24 @@ def rank(number: int, folder: Path) -> None:
     """Call save() together; then rank 1 stays away until rank 0 has given up, hears so, and both go on."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2)
     ranks, told = Ranks(), []
-    ranks.roll_call("save()", timeout=LONG)
+    ranks.patience = LONG
+    ranks.roll_call("save()")
     told.append("met")
     if number == 1:
         distributed.barrier()
     try:
-        ranks.roll_call("save()", timeout=SHORT)
+        ranks.patience = SHORT
+        ranks.roll_call("save()")
     except CheckpointError as error:
         told.append(str(error))
     if number == 0:
         distributed.barrier()
+    ranks.patience = LONG
     try:
-        ranks.roll_call(("save()", "restore()")[number], timeout=LONG)
+        ranks.roll_call(("save()", "restore()")[number])
     except CheckpointError as error:
         told.append(str(error))
-    ranks.roll_call("save()", timeout=LONG)
+    ranks.roll_call("save()")
     told.append("goes on")
     (folder / f"told.{number}").write_text(json.dumps(told))
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from cadenza.sidecar.client.bootstrap.rehearsal_record import place
 from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint
+from cadenza.sidecar.client.checkpoints.collective import PATIENCE_S
 from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 from cadenza.sidecar.client.checkpoints.step_units import Restored
@@ -55,6 +56,7 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
     sampler: Any = None,
     own: Any = None,
     background: bool = False,
+    patience_s: float = PATIENCE_S,
 ) -> Checkpoint:
     """Return the checkpoint of a job in a directory: ``restore()`` before training, ``save(step)`` between steps.
 
@@ -68,13 +70,15 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
     positions. With several ranks this and all methods are collective calls after init_process_group, and all nodes
     see the directory; it belongs to one job, and one process of it writes at a time. ``background`` writes while
     training continues, and takes one more copy of the state in host memory. Raises UsageError for an object without
-    state, and CheckpointError, which names the rank, when one does not call this within a minute.
+    state, and CheckpointError, which names the rank, when one does not call this, or a later method, within
+    ``patience_s``: set it where one rank alone does something longer before, such as an evaluation.
     """
     given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     parts = {name: part for kind, things in given.items() for name, part in parts_of(kind, things).items()}
     others, generators = own_parts(own)
     parts.update(others)
-    made = Checkpoint(place(Path(directory).absolute()), parts, generators, sampler, background=background)
+    folder = place(Path(directory).absolute())
+    made = Checkpoint(folder, parts, generators, sampler, background=background, patience_s=patience_s)
     _tell_once(sampler, own)
     return made
 

@@ -43,7 +43,7 @@ class Checkpoint:
     """The last two checkpoints of a job in a directory; made by ``checkpoint()``.
 
     With several ranks every method is a collective call: all ranks call it, and it succeeds or fails on all. A rank
-    that does not call it is named after a minute.
+    that does not call it is named after ``patience_s``.
     """
 
     def __init__(
@@ -54,9 +54,10 @@ class Checkpoint:
         sampler: Any,
         *,
         background: bool,
+        patience_s: float,
     ) -> None:
         self._directory, self._parts, self._generators, self._sampler = directory, parts, generators, sampler
-        self._ranks = Ranks()
+        self._ranks = Ranks(patience_s)
         self._background = background
         self._staging = Staging(keep=background)
         self._lock = WriterLock(directory, owner_here(), self._displace)
@@ -334,10 +335,10 @@ class Checkpoint:
         """Tell the session whether a checkpoint can be requested, and why not."""
         units = self._units
         reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
-        self._registration.tell(reason, away=units.unit != OWN)
         if not reason and not self._looked_for_workers:
             self._looked_for_workers = True
             reason = self._stopped = living_workers()
+        self._registration.tell(reason, away=units.unit != OWN)
 
     def _may_save(self, place: Place) -> int:
         """Return the obstacle to a requested checkpoint at a boundary, as ``PASSED_…``; 0 if there is none."""

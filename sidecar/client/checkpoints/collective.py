@@ -15,12 +15,18 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=6)
 """Longest wait for a rank that still writes. A dead rank ends the wait at once, because its connection closes."""
-ROLL_CALL = timedelta(seconds=60)
-"""Longest wait for a rank that has not come to a collective call."""
+PATIENCE_S = 60.0
+"""Longest wait for a rank that has not come to a collective call, by default."""
+SCRIPT = "script"
+"""The series of the calls that the script itself makes."""
 MAX_NAMED = 8
 """Ranks that an error names."""
 _MET = "met"
 _COLLECTIVE = "it is a collective call, which all ranks must make"
+_REMEDY = (
+    "; where one rank does something alone before it, such as an evaluation, have all wait for that in "
+    "torch.distributed.barrier(), or give client.checkpoint() a longer patience_s"
+)
 _made = itertools.count(1)
 """Numbers of this process's keepers, the same on every rank."""
 
@@ -32,7 +38,8 @@ class Ranks:
     the collectives of the training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self.patience = timedelta(seconds=patience_s)
         self.rank, self.size = 0, 1
         self.group: distributed.ProcessGroup | None = None
         self._store: Any = None
@@ -45,7 +52,7 @@ class Ranks:
                 self.roll_call("client.checkpoint()")
             self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def roll_call(self, call: str, *, series: str = "script", timeout: timedelta | None = None) -> None:
+    def roll_call(self, call: str, *, series: str = SCRIPT) -> None:
         """Wait until all ranks have made this collective call; CheckpointError names the one that has not in time.
 
         It needs no collective, which the missing rank may be in as a part of its training, but the store of the
@@ -56,7 +63,7 @@ class Ranks:
             return
         number = self._calls[series] = self._calls.get(series, 0) + 1
         try:
-            verdict = self._verdict(self._store, f"{series}/{number}", call, timeout or ROLL_CALL)
+            verdict = self._verdict(self._store, f"{series}/{number}", call, _REMEDY if series == SCRIPT else "")
             if verdict == _MET and self.rank == 0 and number > 1:  # all have left the call before
                 for name in ("call", "count", "verdict", *map(str, range(self.size))):
                     self._store.delete_key(f"{series}/{number - 1}/{name}")
@@ -66,8 +73,9 @@ class Ranks:
         if verdict != _MET:
             raise CheckpointError(verdict)
 
-    def _verdict(self, store: Any, key: str, call: str, timeout: timedelta) -> str:
+    def _verdict(self, store: Any, key: str, call: str, remedy: str) -> str:
         """Make a rank's call known, and return what became of it: _MET, or an error's text."""
+        patience = self.patience
         store.set(f"{key}/{self.rank}", call)
         if (first := _text(store.compare_set(f"{key}/call", "", call))) != call:
             text = f"rank {self.rank} called {call} where another rank called {first}: {_COLLECTIVE}"
@@ -75,12 +83,12 @@ class Ranks:
         if store.add(f"{key}/count", 1) == self.size:
             return _text(store.compare_set(f"{key}/verdict", "", _MET))
         try:
-            store.wait([f"{key}/verdict"], timeout)
+            store.wait([f"{key}/verdict"], patience)
         except RuntimeError:
             absent = [str(rank) for rank in range(self.size) if not store.check([f"{key}/{rank}"])]
             ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent[:MAX_NAMED])}"
             have = "has" if len(absent) == 1 else "have"
-            text = f"{ranks} {have} not called {call} within {timeout.total_seconds():.0f} s: {_COLLECTIVE}"
+            text = f"{ranks} {have} not called {call} within {patience.total_seconds():g} s: {_COLLECTIVE}{remedy}"
             return _text(store.compare_set(f"{key}/verdict", "", text if absent else _MET))
         return _text(store.get(f"{key}/verdict"))
 
