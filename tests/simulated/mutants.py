@@ -25,7 +25,7 @@ import simulated_gpu
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LIMIT_S = 30
-ENGINE, MEMORY = "engine.py", "host_memory.py"
+ENGINE, MEMORY, IN_PLACE = "engine.py", "host_memory.py", "addresses/address_move.py"
 MUTANTS = {
     "no wait for the script's work before a move": (ENGINE, "            accelerator.synchronize(place)\n", ""),
     "no wait for a copy before its release": (
@@ -98,10 +98,29 @@ MUTANTS = {
         "                with device_streams.allocating_on(batch.device, stream):\n",
         "                with contextlib.nullcontext():\n",
     ),
+    "in place, no wait for the script's work": (
+        IN_PLACE,
+        "                self._accelerator.synchronize(torch.device(self._kind, index))",
+        "                pass",
+    ),
+    "in place, segments go before their copies": (
+        IN_PLACE,
+        "                        event.synchronize()",
+        "                        pass",
+    ),
+    "in place, no wait for the copies at the end": (IN_PLACE, "stream.synchronize()", "pass"),
+    "in place, a failed way out is not undone": (IN_PLACE, "            self._undo(gone)\n", ""),
+    "in place, a failed way back keeps its memory": (
+        IN_PLACE,
+        "            self._library.release(self.plan.segments)\n",
+        "",
+    ),
+    "in place, a freed segment is written": (IN_PLACE, " if one.segment in living", ""),
 }
 """File, and pairs of old and new text, by what the change does."""
 WAITS = "test_offload_simulated::test_a_move_waits_for_the_work_before_it_in_all_streams"
 PINNED = "test_offload_simulated::test_the_host_copy_is_pinned_once_and_let_go_at_the_end"
+BEHIND = "test_addresses_simulated::test_segments_go_behind_their_copies_and_the_script_may_write_at_once_after"
 CAUGHT = {
     "a failed way out is not undone": (
         "test_offload_simulated::test_work_that_fails_between_the_copies_leaves_all_where_it_was"
@@ -116,6 +135,20 @@ CAUGHT = {
     "pinned memory is not let go": PINNED,
     "memory comes back on the script's stream": (
         "test_defects_simulated::test_a_prefetched_tensor_comes_back_on_its_stream"
+    ),
+    "in place, no wait for the script's work": (
+        "test_addresses_simulated::test_a_move_in_place_waits_for_the_work_before_it"
+    ),
+    "in place, segments go before their copies": BEHIND,
+    "in place, no wait for the copies at the end": BEHIND,
+    "in place, a failed way out is not undone": (
+        "test_addresses_simulated::test_a_move_that_fails_leaves_all_where_it_was"
+    ),
+    "in place, a failed way back keeps its memory": (
+        "test_addresses_simulated::test_a_copy_back_that_fails_leaves_all_away"
+    ),
+    "in place, a freed segment is written": (
+        "test_addresses_simulated::test_a_segment_freed_while_it_is_away_is_not_written"
     ),
 }
 """The first test that notices each change, if it is not WAITS."""
@@ -152,7 +185,7 @@ def change(package: Path, name: str) -> tuple[Path, str]:
 def broken(name: str) -> None:
     """Let this process import the engine with a change; it must not have imported the engine before."""
     file, *pairs = MUTANTS[name]
-    module = f"cadenza.sidecar.client.offload.{file.removesuffix('.py')}"
+    module = f"cadenza.sidecar.client.offload.{file.removesuffix('.py').replace('/', '.')}"
     if module in sys.modules:
         raise SystemExit(f"{module} was imported before it could be changed")
     spec = importlib.util.find_spec(module)
@@ -203,7 +236,13 @@ def noticed(name: str, tests: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Try the changes that the command line names, all by default, and none first."""
+    """Try the changes that the command line names, all by default, and none first.
+
+    The library of addresses that stay must be there when the process starts.
+    """
+    if "LD_PRELOAD" not in os.environ:
+        command = [sys.executable, *sys.argv]
+        os.execve(sys.executable, command, {**os.environ, **simulated_gpu.preloaded()})  # noqa: S606
     sys.path[:0] = [str(HERE), str(ROOT / "benchmarks"), str(HERE.parent / "client")]
     import torch.distributed.checkpoint  # noqa: PLC0415 - the tests need it, and the forks then have it
 
