@@ -175,7 +175,8 @@ def healthy(tmp_path: Path) -> Facts:
         KeyFile("/keys/service.key_secret", True, 0o600),
         KeyFile("/keys/agents/n1.key", False, 0o644, "n1", key="K"),
     )
-    return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, {"pyslurm": "26.5.0"}, seen, seen, (26, 5))
+    source = {"pyslurm": "26.5.0"}
+    return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, source, "v0.0.45", seen, seen, (26, 5))
 
 
 def changed(facts: Facts, **changes: object) -> Facts:
@@ -242,6 +243,14 @@ def test_doctor_shows_the_source_and_its_versions(tmp_path: Path) -> None:
     assert shown == "Slurm's JSON v0.0.42, commands of Slurm 24.11.5: pyslurm cannot be imported"
     (shown,) = (finding.observation for finding in examine(healthy(tmp_path)) if finding.about == "pyslurm")
     assert shown == "for Slurm 26.05"
+    lists = "offer their JSON as v0.0.47, and Cadenza reads v0.0.42, v0.0.46"
+    for seen, level, text in (
+        (healthy(tmp_path), "OK", "v0.0.45; "),
+        (changed(healthy(tmp_path), json=None, problems={"json": lists}), "WARN", lists),
+    ):
+        (found,) = (finding for finding in examine(seen) if finding.about == "Slurm's JSON")
+        assert found.level == level
+        assert found.observation.startswith(text)
 
 
 def broken(name: str, facts: Facts) -> Facts:

@@ -120,6 +120,10 @@ def versions(facts: Facts) -> Iterator[Finding]:
     slurm = release_of(text)
     yield Finding("OK", "Slurm", text)
     yield _source(facts, slurm)
+    if "json" not in facts.source and (facts.json or "json" in facts.problems):
+        wrong = "" if facts.json else facts.problems["json"]
+        text = wrong or f"{facts.json}; resizes, setup, watch and what-if read it"
+        yield Finding("WARN" if wrong else "OK", "Slurm's JSON", text)
     plugin = _same("plugin", facts.plugin, slurm, facts, "make -C slurm_plugin/spank install")
     # Only a warning: without the plugin the flag is missing, but jobs can opt in by their comment.
     yield plugin if plugin.level == "OK" else msgspec.structs.replace(plugin, level="WARN")

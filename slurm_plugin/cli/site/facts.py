@@ -15,6 +15,7 @@ import zmq.auth
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.slurm_plugin.gateway.commands import Refusal, json_format
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 from cadenza.slurm_plugin.gateway.source_gateway import automatic, over_json, over_pyslurm
@@ -56,6 +57,8 @@ class Facts(msgspec.Struct, frozen=True):
     slurm: dict[str, str] | None = None
     source: dict[str, str | int] = {}
     """Greeting of the source that the gateway reads and acts by: its versions."""
+    json: str | None = None
+    """Version of Slurm's JSON that both sides know; None where Slurm does not answer or offers none."""
     cluster: ClusterSnapshot | None = None
     """Slurm's current answer, without leases and agents."""
     recorded: ClusterSnapshot | None = None
@@ -83,7 +86,7 @@ def gather(config: Path | None) -> Facts:
     def attempt(part: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
-        except (GatewayError, ServiceError, ConfigError, OSError, ValueError) as error:
+        except (GatewayError, Refusal, ServiceError, ConfigError, OSError, ValueError) as error:
             problems[part] = str(error)
             return None
 
@@ -96,6 +99,7 @@ def gather(config: Path | None) -> Facts:
         cluster = attempt("cluster", gateway.read) if greeting else None
     return Facts(
         settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting,
+        attempt("json", json_format) if slurm is not None else None,
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
