@@ -81,6 +81,8 @@ static void read_environment(spank_context_t context)
 		unsetenv(ADDRESSES_VARIABLE);
 		if (preload)
 			preload_without(preload);
+		if (preload && !*preload)
+			unsetenv("LD_PRELOAD");
 	}
 	if (context == S_CTX_LOCAL && getenv("SLURM_JOB_ID"))
 		return;

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from cluster import PYTHON, wait_for
+from cluster import PYTHON, RESULTS, wait_for
 from harness import PACED_JOB, Cluster
 
 
@@ -101,6 +102,23 @@ def test_a_hostile_name_is_text_in_every_view(cluster: Cluster) -> None:
         assert "Traceback" not in done.stderr
         assert not {"\x1b", "\x07"} & set(done.stdout), words
     assert "[/]" in cluster.cadenza("top", "--once").stdout, "markup is text"
+
+
+def test_the_library_of_addresses_that_stay_is_in_the_processes_that_ask_for_it(cluster: Cluster) -> None:
+    """Those of the script's steps, too, once; and not in those of a job that the job submits."""
+    library = "libcadenza-addresses.so"
+    look = f"printenv CADENZA_ADDRESSES NCCL_GRAPH_REGISTER LD_PRELOAD; grep -c 'r-xp.*{library}' /proc/self/maps"
+    inner = f"sbatch --wait --quiet --mem=100 --output={RESULTS}/inner.log --wrap='{look}; echo end'"
+    job = cluster.sbatch(
+        "--gres=gpu:1", "--mem=500", "--cadenza=graphs",
+        command=f'{look}; srun --mem=100 sh -c "{look}"; {inner}; true',
+    )  # fmt: skip
+    cluster.wait_done(job)
+    script, step = cluster.log(job).split("stay\n")[1:]
+    assert script == step
+    nccl, preload, mapped = script.splitlines()
+    assert (nccl, Path(preload).name, mapped) == ("0", library, "1"), "resolved, and no list"
+    assert cluster.ctl("cat", f"{RESULTS}/inner.log") == "0\n0\nend\n", "NCCL's variable, and no library"
 
 
 def test_a_late_job_leaves_its_gpus_to_others_until_it_attaches(cluster: Cluster, kept: str) -> None:
