@@ -28,6 +28,10 @@ class Script:
     """Makes data, and makes the script small; of the folder of the copy."""
     launcher: str = ""
     """Words between the Python and the script."""
+    saves: str = ""
+    """Pattern of its own checkpoints, in its folder."""
+    resume: str = ""
+    """Argument by which it goes on from one."""
 
     @property
     def added(self) -> int:
@@ -47,6 +51,10 @@ GLUE = (
     "--model_name_or_path bert-base-cased --train_file nyu-mll/glue/train.csv --validation_file "
     "nyu-mll/glue/validation.csv --do_train --do_eval --max_seq_length 16 --per_device_train_batch_size 8 --use_cpu "
     "--report_to none --gradient_accumulation_steps 1 --num_train_epochs 3"
+)
+TIMM = (
+    "--data-dir pictures --dataset torch/image_folder --model resnet18 --num-classes 2 --input-size 3 32 32 -b 8 "
+    "--epochs 6 --cooldown-epochs 0 --warmup-epochs 1 --workers 1 --device cpu --opt adamw --lr 0.001"
 )
 KEEPER = 'keeper = client.checkpoint("moves", model=model, optimizer=optimizer, '
 NANOGPT = (
@@ -137,8 +145,7 @@ SCRIPTS = (
     ),
     Script(
         "timm train.py", "huggingface/pytorch-image-models", "train.py",
-        "--data-dir pictures --dataset torch/image_folder --model resnet18 --num-classes 2 --input-size 3 32 32 -b 8 "
-        "--epochs 6 --cooldown-epochs 0 --warmup-epochs 1 --workers 1 --device cpu --opt adamw --lr 0.001",
+        TIMM,
         (
             add("import argparse\n", IMPORT),
             add(
@@ -152,8 +159,7 @@ SCRIPTS = (
     ),
     Script(
         "timm train.py, persistent_workers=False", "huggingface/pytorch-image-models", "train.py",
-        "--data-dir pictures --dataset torch/image_folder --model resnet18 --num-classes 2 --input-size 3 32 32 -b 8 "
-        "--epochs 6 --cooldown-epochs 0 --warmup-epochs 1 --workers 1 --device cpu --opt adamw --lr 0.001",
+        TIMM,
         (
             add("import argparse\n", IMPORT),
             add(
@@ -202,8 +208,7 @@ SCRIPTS = (
                 "    for global_step in range(done if game else 0, args.total_timesteps):\n"),
             ),
             add(
-                "                        args.tau * q_network_param.data + (1.0 - args.tau) * target_network_param.data\n"
-                "                    )\n",
+                "(1.0 - args.tau) * target_network_param.data\n                    )\n",
                 "            game[0] = cloudpickle.dumps((envs, obs, rb, global_step + 1))",
                 "            if global_step % 20 == 0: keeper.save(global_step)",
             ),
@@ -219,12 +224,13 @@ SCRIPTS = (
         f"{GLUE} --eval_strategy epoch --output_dir {{scratch}}/out",
         (
             add(
-                "import random\n", "from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback"
+                "import random\n",
+                "from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback as Cadenza",
             ),
-            add("        processing_class=tokenizer,\n", "        callbacks=[CadenzaTrainerCallback(checkpoints=True)],"),
+            add("        processing_class=tokenizer,\n", "        callbacks=[Cadenza(checkpoints=True)],"),
             add(
                 "        checkpoint = None\n",
-                "        training_args.resume_from_checkpoint = CadenzaTrainerCallback.newest(training_args.output_dir)",
+                "        training_args.resume_from_checkpoint = Cadenza.newest(training_args.output_dir)",
             ),
         ),
         needs=("transformers", "datasets", "evaluate"), prepare=public_stand_ins.write_glue, steps=36,
@@ -273,3 +279,35 @@ SCRIPTS = (
         prepare=public_stand_ins.on_two_cpus, steps=10, launcher="-m torch.distributed.run --nproc-per-node 2",
     ),
 )  # fmt: skip
+
+OWN_SAVES = (
+    Script(
+        "nanoGPT train.py", "karpathy/nanoGPT", "train.py",
+        NANOGPT.replace("eval_interval=10", "eval_interval=8") + " --max_iters=60 --always_save_checkpoint=True",
+        needs=("numpy",), prepare=public_stand_ins.write_tokens, saves="out/ckpt.pt", resume="--init_from=resume",
+        steps=20,
+    ),
+    Script(
+        "imagenet main.py --dummy", "pytorch/examples", "imagenet/main.py",
+        "--dummy --arch resnet18 --batch-size 8 --workers 1 --epochs 8 --print-freq 100 --seed 1",
+        needs=("torchvision",), prepare=public_stand_ins.fewer_samples, saves="checkpoint.pth.tar",
+        resume="--resume {path}", steps=14,
+    ),
+    Script(
+        "timm train.py", "huggingface/pytorch-image-models", "train.py",
+        f"{TIMM} --output out --experiment run", needs=("torchvision",), prepare=public_stand_ins.write_pictures,
+        saves="out/run/last.pth.tar", resume="--resume {path}", steps=8,
+    ),
+    Script(
+        "Trainer run_glue.py", TRANSFORMERS, "examples/pytorch/text-classification/run_glue.py",
+        f"{GLUE} --save_steps 6 --output_dir out", needs=("transformers", "datasets", "evaluate"),
+        prepare=public_stand_ins.write_glue, saves="out/checkpoint-*", resume="--resume_from_checkpoint {path}",
+        steps=12,
+    ),
+    Script(
+        "accelerate complete_nlp_example.py", "huggingface/accelerate", "examples/complete_nlp_example.py",
+        "--cpu --checkpointing_steps 3", needs=("accelerate", "transformers", "datasets", "evaluate"),
+        prepare=public_stand_ins.write_glue, saves="step_*", resume="--resume_from_checkpoint {path}", steps=6,
+    ),
+)  # fmt: skip
+"""Scripts that go on from their own checkpoints, unmodified."""

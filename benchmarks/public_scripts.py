@@ -2,17 +2,21 @@
 """Public training scripts under moves: each runs alone, and again with two moves at random boundaries.
 
     benchmarks/public_scripts.py FOLDER [--python PYTHON] [--only NAME] [--seed 1]
+    benchmarks/public_scripts.py FOLDER --own-saves
     benchmarks/public_scripts.py --random-moves 1000
 
 FOLDER holds clones of the repositories, by their names. The scripts are not part of this repository: what is not there,
 or what its Python lacks, is said. Each script runs in a copy of its folder, with a few lines added where a text of it
 stands, or unmodified, under `cadenza run`. After each optimizer step the losses and checksums of parameters, buffers,
-optimizer state and random numbers are compared (as `cadenza run --rehearse-move` does). Exit code 1 if one differs.
+optimizer state and random numbers are compared (as `cadenza run --rehearse-move` does). With ``--own-saves`` scripts
+that resume by themselves run unmodified under `cadenza run --saves`: each is moved twice and comes to its end, and the
+work that the job says is lost stands beside what its next start makes again. Exit code 1 if one differs or fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -25,12 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import random_moves
-from public_script_table import SCRIPTS, Script
+from public_script_table import OWN_SAVES, SCRIPTS, Script
 
 from cadenza.sidecar.client.bootstrap.rehearsal import SCRATCH, Rehearsal, Start, compare
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Unrecordable
+from cadenza.sidecar.client.bootstrap.script_saves_options import RESUME_ARG, SAVES
 
 MOVES = 2
+NO_END = 10**6
+"""Steps of a run that is not cut."""
 
 
 @dataclass
@@ -72,6 +79,19 @@ def lacking(python: str, modules: Sequence[str]) -> str:
     return ""
 
 
+def command(script: Script, source: Path, python: str) -> list[str]:
+    """Return a script's command, in the copy of its folder."""
+    words = [*script.launcher.split(), source.name, *script.arguments.split()]
+    return ["env", "-C", f"{SCRATCH}/script", python, *words]
+
+
+def environment(source: Path, work: Path) -> dict[str, str]:
+    """Return the environment of a script: its repository can be imported, and no hub can be reached."""
+    paths = [str(source.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(work / "hub")}
+    return {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def play(script: Script, source: Path, work: Path, python: str, draw: random.Random) -> tuple[int, str, str]:
     """Run a script alone and moved; return the number of moves, the result, and the steps of the moves."""
     # 1. A copy of the script's folder for each run, with its lines.
@@ -79,12 +99,7 @@ def play(script: Script, source: Path, work: Path, python: str, draw: random.Ran
         copy(script, source, work)
     except ValueError as error:
         return 0, f"not run: {error}", ""
-    paths = [str(source.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(work / "hub")}
-    environ = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    words = [*script.launcher.split(), source.name, *script.arguments.split()]
-    command = ["env", "-C", f"{SCRATCH}/script", python, *words]
-    rehearsal = Rehearsal(command, work, environ)
+    rehearsal = Rehearsal(command(script, source, python), work, environment(source, work))
     # 2. Alone.
     alone = rehearsal.alone(script.steps)
     alone.cut(script.steps)
@@ -110,6 +125,38 @@ def play(script: Script, source: Path, work: Path, python: str, draw: random.Ran
     if moves < MOVES:
         result += f", and no move {moves + 1}: {'; '.join(starts[-1].outcome.reasons) or 'it ended before'}"
     return moves, result, ", ".join(map(str, steps)) + f" of {alone.steps}"
+
+
+def play_own(script: Script, source: Path, work: Path, python: str, draw: random.Random) -> tuple[int, str, str]:
+    """Move a script that goes on from its own checkpoints until it ends; return as ``play`` does."""
+    copy(script, source, work)
+    options = [SAVES, f"{SCRATCH}/script/{script.saves}", f"{RESUME_ARG}={script.resume}"]
+    rehearsal = Rehearsal(command(script, source, python), work, environment(source, work), options)
+    starts = [rehearsal.moved(0, NO_END, draw.randint(1, script.steps))]
+    while starts[-1].outcome.saved is not None:
+        starts.append(rehearsal.moved(len(starts), NO_END, draw.randint(1, script.steps) if len(starts) < MOVES else 0))
+    moves, places, faults = len(starts) - 1, [], []
+    for before, after in itertools.pairwise(starts):
+        found = lost(before, after)
+        faults += [after.outcome.unrestored or "its checkpoint is that of no step"] if found is None else []
+        steps, seconds = found or (0, 0.0)
+        stated = (before.outcome.saved or {}).get("lost_s", 0.0)
+        places.append(f"{before.steps}: {steps} steps, {stated:.1f} s stated, {seconds:.1f} s measured")
+    if starts[-1].outcome.status != 0:
+        faults.append(f"its status is {starts[-1].outcome.status}: {last_line(starts[-1])}")
+    if moves < MOVES:
+        faults.append(f"no move {moves + 1}: {'; '.join(starts[-1].outcome.reasons) or 'it ended before'}")
+    return moves, "DIFFERS: " + "; ".join(faults) if faults else "ended", "; ".join(places)
+
+
+def lost(before: Start, after: Start) -> tuple[int, float] | None:
+    """Return the steps of a start that the next one makes again, and their time; None if it goes on from none."""
+    (record,), (again,) = before.records.values(), after.records.values()
+    first = (again.first or {}).get("parameters")
+    for number, step in enumerate(reversed(record.steps)):
+        if step["parameters"] == first:
+            return number, record.steps[-1]["at_s"] - step["at_s"]
+    return None
 
 
 def last_line(start: Start) -> str:
@@ -138,7 +185,8 @@ def run_one(script: Script, folder: Path, python: str, seed: int, keep: bool) ->
     work = Path(tempfile.mkdtemp(prefix="cadenza-public-"))
     began = time.monotonic()
     try:
-        moves, result, steps = play(script, source, work, python, random.Random(seed))
+        run = play_own if script.saves else play
+        moves, result, steps = run(script, source, work, python, random.Random(seed))
     except Unrecordable as error:
         moves, result, steps = 0, f"cannot be compared: {error}", ""
     print(f"  {script.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -168,6 +216,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep the outputs and records")
+    parser.add_argument("--own-saves", action="store_true", help="scripts that go on from their own checkpoints")
     parser.add_argument("--random-moves", type=int, default=0)
     given = parser.parse_args()
     if given.random_moves:
@@ -175,7 +224,7 @@ def main() -> int:
             return random_moves.main(Path(folder), given.random_moves, given.seed)
     if given.folder is None:
         parser.error("FOLDER holds the clones; or give --random-moves N")
-    chosen = [script for script in SCRIPTS if given.only in script.name]
+    chosen = [script for script in (OWN_SAVES if given.own_saves else SCRIPTS) if given.only in script.name]
     rows = [run_one(script, given.folder.absolute(), given.python, given.seed, given.keep) for script in chosen]
     print(table(rows))
     return 1 if any("DIFFERS" in row.result for row in rows) else 0

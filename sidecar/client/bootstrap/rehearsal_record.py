@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client import rng_state
+from cadenza.sidecar.client import clock, rng_state
 from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.session import identity
 
@@ -91,9 +91,8 @@ class Recorder:
         buffers = {name: checksum(buffer) for name, buffer in self._buffers()}
         numbers = {name: zlib.crc32(repr(state).encode()) for name, state in rng_state.capture().items()}
         del numbers["seed"]
-        self._write(
-            {"kind": "step", "losses": losses, "buffers": buffers, "generators": numbers, **self._state(optimizer)}
-        )
+        made = {"losses": losses, "buffers": buffers, "generators": numbers, **self._state(optimizer)}
+        self._write({"kind": "step", "at_s": clock.wall_s(), **made})
         threading.Event().wait(PACE_SAVES_S if "CADENZA_SAVES" in os.environ else PACE_S)
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
