@@ -49,6 +49,7 @@ from cadenza.sidecar.agent.state_files import LeaseFile
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
+from cadenza.slurm_plugin.cli.site.lane_plan import decode_nodes, lacking, plan_lanes
 from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
 from cadenza.slurm_plugin.cli.watch.watch_record import begin
 from cadenza.slurm_plugin.cli.watch.watch_view import Look, view
@@ -261,6 +262,17 @@ def accounting(data: bytes) -> object:
     return read_history(records, with_lanes(hosts.nodes, 2), None, features=hosts.features)
 
 
+def planned(data: bytes) -> object:
+    """Return the lines of setup for the nodes that scontrol prints, with a gres.conf of the same bytes."""
+    text = data.decode(errors="replace")
+    nodes, _ = decode_nodes(text)
+    plan = plan_lanes(nodes, {}, sorted({name for node in nodes for name in node.partitions}), 2, ())
+    lines = [*plan.slurm_conf(), *plan.gres_conf("NodeName=node1 Name=gpu " + text)]
+    if any(len(line.splitlines()) > 1 for line in plan.slurm_conf()):
+        raise AssertionError("a line of slurm.conf is more than one")
+    return lines, [*lacking(plan, nodes)]
+
+
 def one_each(path: Path, kind: str) -> tuple[bytes, ...]:
     """Return the jobs or nodes of an answer of Slurm, each as an answer of its own without its empty fields."""
     records = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))[kind]
@@ -372,6 +384,9 @@ def of_files(folder: Path) -> list[Boundary]:
                 *one_each(ANSWERS / "squeue_26_05.json", "jobs"),
                 *one_each(ANSWERS / "scontrol_node_live_26_05.json", "nodes"),
             ),
+        ),
+        Boundary(
+            "nodes of setup", planned, inputs, ((ANSWERS / "scontrol_node_26_05.json").read_bytes(),),
         ),
         Boundary(
             "traces", lambda data: read_trace(text_in(data, "F"), "F", synergy_profiles()), inputs, (trace,),

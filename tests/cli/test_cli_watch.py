@@ -87,6 +87,45 @@ def test_a_wrong_job_costs_itself_and_is_named(text, message):
     assert len(found.jobs) < len(json.loads(text)["jobs"])
 
 
+def number(value: float) -> dict[str, object]:
+    return {"set": True, "infinite": False, "number": value}
+
+
+def waiting(job_id: int, **changes: object) -> dict[str, object]:
+    """Return a pending job as squeue prints it where AccountingStorageTRES has no gres/gpu."""
+    asked = {"tres_per_job": "gres/gpu:4", "tres_req_str": "cpu=1", "state_reason": "Resources", "partition": "gpu"}
+    times = {"submit_time": number(int(AT_S)), "eligible_time": number(int(AT_S))}
+    return {"job_id": job_id, "job_state": ["PENDING"], "priority": number(5), **asked, **times, **changes}
+
+
+def test_without_gres_in_slurms_counts_and_under_constraints_the_gpus_are_still_known():
+    """Most sites' slurmctld counts no GPUs by itself: such a full cluster was shown as idle."""
+    nodes = [
+        {"name": name, "cpus": 64, "real_memory": 9, "partitions": ["gpu"], "state": ["MIXED"], "tres_used": "cpu=1",
+         "gres": f"gpu:{kind}:4", "gres_used": f"gpu:{kind}:{used}(IDX:0-3)", "features": [kind, "ib"]}
+        for name, kind, used in (("g1", "h100", 4), ("g2", "a100", 0))
+    ]  # fmt: skip
+    has = {
+        "gres_detail": ["gpu:h100:4(IDX:0-3)"],
+        "nodes": "g1",
+        "tres_alloc_str": "cpu=1",
+        "start_time": number(int(AT_S)),
+    }
+    runs = waiting(1, job_state=["RUNNING"], **has)
+    sockets = {"tres_per_job": "", "tres_per_socket": "gres/gpu:2", "sockets_per_node": number(2)}
+    wants = [
+        waiting(2, features="h100"), waiting(3, tres_per_job="gres/gpu:H100:4"), waiting(4, features="ib&h100|v100"),
+        waiting(5, features="a100"), waiting(6, **sockets), waiting(7, state_reason="QOSMaxGRESPerUser"),
+    ]  # fmt: skip
+    hosts = read_hosts(json.dumps({"nodes": nodes}), "F")
+    jobs = read_queue(json.dumps({"jobs": [runs, *wants]}), "F", hosts.site).jobs
+    seen = view(look()._replace(hosts=hosts, jobs=jobs), begin("c", None, AT_S))
+    assert (seen.gpus, seen.held_gpus, seen.idle_gpus, seen.hidden_gpus) == (8, 4, 4, 0)
+    assert {row.job: row.fits for row in seen.waiting} == {2: False, 3: False, 4: False, 5: True, 6: True}
+    only = view(look()._replace(hosts=hosts, jobs=jobs[:4]), begin("c", None, AT_S))
+    assert (only.idle_waiting_gpus, seen.idle_waiting_gpus) == (0, 4)
+
+
 def test_another_answer_is_refused():
     with pytest.raises(InputError, match="F: not the JSON of squeue"):
         read_queue("{", "F")

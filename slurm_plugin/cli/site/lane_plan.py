@@ -52,7 +52,7 @@ WRITABLE = NAMES | {
     "features": WORD, "gres": r"[\w.:,()/-]{0,4096}",
 }  # fmt: skip
 """Values of a node's fields that may become part of a command, and of a line of slurm.conf."""
-PAIR = re.compile(r'([\w.]+)\s*[-*+/]?=\s*(?:"([^"]*)"|(\S+))(?=\s|$)')
+PAIR = re.compile(r'(?<![\w.])([\w.]{1,64})\s{0,64}[-*+/]?=\s{0,64}(?:"([^"]*)"|(\S+))(?=\s|$)')
 """A setting of Slurm's files, with blanks around the sign and quotes if need be (parse_config.c)."""
 
 Text: TypeAlias = Annotated[str, Meta(max_length=2**16)]
