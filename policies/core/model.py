@@ -134,6 +134,10 @@ class Receipt(NamedTuple):
     """Time at which it was first seen, seconds since the epoch; 0: not known, or the job went on since."""
 
 
+MAX_REFUSALS = 3
+"""Stops in a row that failed after which a job counts as one that cannot be stopped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A job's right to its GPUs, as the agents report it; times in seconds.
@@ -191,6 +195,8 @@ class Lease:
     """None: it has not run yet, or was not measured."""
     refusals: int = 0
     """Stops in a row that its ranks refused, slept through or only claimed to follow."""
+    unyielding: str = ""
+    """Why it is not ready to yield although its ranks can stop at a boundary, for a checkpoint; empty otherwise."""
     shown: str = ""
     """State of its processes as its hosts show it: running, frozen (on one host at least) or gone; "" not known."""
     amiss: str = ""
@@ -205,6 +211,16 @@ class Lease:
     """The process that was seen on a GPU before the job had asked for its lease; empty if there was none."""
     no_room: str = ""
     """Why the agents give it no lease now: others keep the GPU or host memory that it needs, or its GPU fails."""
+
+    @property
+    def stoppable(self) -> bool:
+        """True if its ranks stand, or can stop at a boundary, if only for a checkpoint."""
+        return self.ready or self.state == "yielded" or bool(self.unyielding)
+
+    @property
+    def stuck(self) -> bool:
+        """True for a holder whose stops have failed so often that it counts as one that cannot be stopped."""
+        return self.state in ("held", "stopping") and self.refusals >= MAX_REFUSALS
 
 
 @dataclass(frozen=True, slots=True)

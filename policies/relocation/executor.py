@@ -181,8 +181,9 @@ def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:
     lease = job.lease
     if lease is None or job.state != "RUNNING" or not _saves_here(lease):
         return False
-    stoppable = lease.ready or lease.state == "yielded"
-    return stoppable and not refusal_reason(job, moves.get(job.key.id), by_hand=True, placed=job.key in memory.placed)
+    return lease.stoppable and not refusal_reason(
+        job, moves.get(job.key.id), by_hand=True, placed=job.key in memory.placed
+    )
 
 
 def _only_wanted(step: Step) -> bool:

@@ -13,9 +13,9 @@ import pytest
 from host_rig import HostInMemory, Time
 from test_agent_hostile import told_by_pid
 
+from cadenza.policies.core.model import MAX_REFUSALS
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.ipc.transport import Session
-from cadenza.sidecar.agent.jobs.job_run import MAX_REFUSALS
 from cadenza.sidecar.agent.telemetry.gpu_watch import SLACK_BYTES, UNMEASURED_BYTES, GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuMemory
 from cadenza.sidecar.agent.turns.arbiter import KEPT_S

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshots import NOW, cluster, job, key, node
+from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Options
@@ -82,6 +83,19 @@ def test_step_4_needs_jobs_that_can_take_turns():
         assert placed(there, waiting(9, 4), nodes=nodes, rules=rules) == {}
     shared = replace(PLACES, share_between_users=True)
     assert placed(running(1, 4, "a", user="bob"), waiting(9, 4), nodes=nodes, rules=shared) == {9: ("a-l1",)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stuck", "refusals", "goes"), [(1, 1, 2, 1), (1, 1, 3, 0), (1, 2, 3, 1), (2, 1, 2, 1), (2, 2, 3, 0)]
+)
+def test_step_4_leaves_out_the_gpus_of_a_job_that_cannot_be_stopped(nodes, stuck, refusals, goes):
+    """Of each host jobs have GPUs 0 and 1, and 2 and 3; a newcomer would get the first two of a further lane."""
+    hosts = (*lanes("a", 4, 0), *lanes("b", 4, 0))[: 2 * nodes]
+    there = [
+        running(number, 2, name, lease=lease("held", *gpus, hosts=(name,), refusals=refusals * (number == stuck)))
+        for number, name, gpus in ((1, "a", (0, 1)), (2, "a", (2, 3)), (3, "b", (0, 1)), (4, "b", (2, 3)))[: 2 * nodes]
+    ]
+    assert len(placed(*there, waiting(9, 2 * nodes, num_nodes=nodes), nodes=hosts)) == goes
 
 
 def test_else_it_stays_queued_with_a_reason():

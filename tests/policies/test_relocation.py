@@ -79,6 +79,17 @@ def test_any_other_is_requeued_at_once(found):
     assert deciding(requeue)(cluster(job(1, lease=found)), Memory()).actions == (requeue,)
 
 
+def test_a_job_whose_stops_have_failed_saves_before_it_is_requeued():
+    """It does not yield, and stands at boundaries all the same: its owner's work is not lost for our fault."""
+    stuck = replace(KEEPS, ready=False, why_not_ready="3 stops failed", unyielding="3 stops failed", refusals=3)
+    requeue = Requeue(key(1), hold=False, reason="gives its place back")
+    first, memory = round_of(deciding(requeue), cluster(job(1, lease=stuck)), Memory())
+    assert first.actions == (Migrate(key(1), (), "gives its place back"),)
+    saved = replace(stuck, state="stopping", saved=True)
+    then, _ = round_of(deciding(requeue), cluster(job(1, lease=saved)), memory)
+    assert [type(one) for one in then.actions] == [MakeWay]
+
+
 def test_a_checkpoint_that_fails_does_not_keep_a_job_from_being_preempted():
     requeue = Requeue(key(1), hold=True, reason="makes room")
     _, memory = round_of(deciding(requeue), cluster(job(1, lease=KEEPS)), Memory())

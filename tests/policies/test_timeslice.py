@@ -542,6 +542,15 @@ def test_a_job_on_a_further_lane_that_refuses_each_stop_gives_its_place_back():
     assert (Requeue, key(1)) not in acts(cluster(replace(refusing, nodes=("node1",)), YIELDED))
 
 
+@pytest.mark.parametrize(("refusals", "gpus", "drained"), [(2, (1,), 0), (3, (1,), 1), (3, (0,), 0)])
+def test_no_job_starts_over_one_that_cannot_be_stopped(refusals, gpus, drained):
+    """Slurm could give its GPU to the next job on a further lane, unless a job there has it already."""
+    holder = replace(HOLDER, lease=replace(HOLDER.lease, refusals=refusals))
+    other = replace(YIELDED, nodes=("node1-l1",), lease=lease("waiting", *gpus))
+    found = acts(cluster(holder, other, nodes=(node(), node(lane=1))))
+    assert (DrainNode, "node1-l1") in found if drained else (DrainNode, "node1-l1") not in found
+
+
 def test_a_gpu_that_a_process_has_without_a_lease_is_named_and_its_host_gets_no_more_sharers():
     snapshot = cluster(HOLDER, YIELDED)
     taken = "pid 7 of no job that is known uses GPU 0 without a lease"

@@ -128,6 +128,14 @@ def test_not_ready_says_why() -> None:
     assert merged(n1=lease(1, ready=False, why_not_ready="no client")).why_not_ready == "no client"
 
 
+def test_a_job_whose_stops_have_failed_can_still_stop_for_a_checkpoint_if_all_its_hosts_can() -> None:
+    failed = {"ready": False, "why_not_ready": "3 stops failed", "unyielding": "3 stops failed", "refusals": 3}
+    found = merged(n1=gang("held", **failed), n2=gang("held"))
+    assert (found.ready, found.unyielding, found.stoppable, found.stuck) == (False, "3 stops failed", True, True)
+    missing = merged(n1=gang("held", **failed), n2=gang("held", ready=False))
+    assert (missing.unyielding, missing.stoppable) == ("", False)
+
+
 def test_unmanaged_is_exclusive() -> None:
     assert merged(n1=lease(1, managed=False)).exclusive
 

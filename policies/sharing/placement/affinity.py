@@ -154,7 +154,8 @@ class _Choice:
 
     def _shares(self, host: HostState, request: ResourceRequest) -> bool:
         may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
-        return may_share and not host.unmanaged and host.has_host_memory_for(request)
+        stuck = request.nodes > 1 and host.stuck_gpus  # the seats of one node are on the other GPUs
+        return may_share and not host.unmanaged and not stuck and host.has_host_memory_for(request)
 
 
 def _names(chosen: Chosen) -> str:

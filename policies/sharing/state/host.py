@@ -265,16 +265,21 @@ class HostState:
         taken = {index for resident in self.residents.values() if resident.lane == lane for index in resident.gpus}
         return [index for index in range(self.gpus) if index not in taken]
 
+    @property
+    def stuck_gpus(self) -> set[int]:
+        """Return the GPUs of jobs that cannot be stopped: no other job is placed there."""
+        return {i for one in self.residents.values() if one.job.lease and one.job.lease.stuck for i in one.gpus}
+
     def seats(self, request: ResourceRequest) -> list[Seat]:
         """Return the lanes with room for a job, the best first, with the GPUs that it would get there.
 
         Slurm gives the lowest free GPUs of a lane; where it does otherwise, the next round sees that.
         """
         sharers_by_gpu = self.sharers_by_gpu()
-        seats = []
+        stuck, seats = self.stuck_gpus, []
         for node in self.lanes:
             free = self._free_gpus(node.name)[: request.gpus]
-            if len(free) == request.gpus and self.fits(node, request):
+            if len(free) == request.gpus and self.fits(node, request) and stuck.isdisjoint(free):
                 seats.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
         return sorted(seats, key=lambda seat: seat[:2])
 

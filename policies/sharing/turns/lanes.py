@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, Node
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, Node
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
@@ -35,6 +35,7 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     with a suspended job Slurm would delete it, and lose the job.
     """
     closed = _closed_hosts(snapshot, memory, settings)
+    over = _lanes_over_stuck_jobs(snapshot)
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
     wanted = {host.name: host.further_lanes for host in snapshot.hosts}
@@ -43,7 +44,7 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
     actions: list[NodeAction] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
-        reason = closed.get(node.host, "")
+        reason = closed.get(node.host, "") or over.get(node.name, "")
         if node.dynamic and node.lane > wanted.get(node.host, 0):
             if not node.drained:
                 actions.append(DrainNode(node.name, f"{OUR_DRAIN} {CLOSES}"))
@@ -57,6 +58,23 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
             reason = f"Slurm drained it by itself ({node.drain_reason}), and no job ends there"
             actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
     return tuple(actions)
+
+
+def _lanes_over_stuck_jobs(snapshot: ClusterSnapshot) -> dict[str, str]:
+    """Return why no job may start on a further lane: it could get the GPUs of a job that cannot be stopped."""
+    stuck = [job for job in snapshot.jobs if job.lease is not None and job.lease.stuck]
+    taken: dict[str, set[Gpu]] = {}
+    for job in snapshot.jobs if stuck else ():
+        for name in job.nodes if job.lease is not None else ():
+            taken.setdefault(name, set()).update(job.lease.gpus if job.lease is not None else ())
+    found: dict[str, str] = {}
+    for job in stuck:
+        gpus = job.lease.gpus if job.lease is not None else ()
+        for node in snapshot.nodes if gpus else ():
+            free = any(gpu.host == node.host and gpu not in taken.get(node.name, ()) for gpu in gpus)
+            if node.lane and node.name not in job.nodes and free:
+                found.setdefault(node.name, f"job {job.key} cannot be stopped, and its GPUs are free here")
+    return found
 
 
 def drained_by_us(node: Node, memory: Memory) -> bool:

@@ -26,7 +26,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease
+from cadenza.policies.core.model import MAX_REFUSALS, ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.move import Ordered
 from cadenza.policies.core.text import gpu_names, job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
@@ -41,8 +41,6 @@ from cadenza.policies.sharing.turns.lanes import hosts_to_leave, waits_for_lane
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
-MAX_REFUSALS = 3
-"""Stops in a row that a job on a further lane may refuse before it gives its place back."""
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
 HOLD_OVER = "the move or suspend that it was held for is over"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.model import MAX_REFUSALS, JobKey
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.ipc.messages import Attach
 from cadenza.sidecar.agent.ipc.pages import Page, Telemetry
@@ -18,8 +18,6 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.bounds import MAX_NUMBER, MAX_RECEIPT_PATH, MAX_RECEIPT_PATHS
 from cadenza.sidecar.stop_step import Progress
 
-MAX_REFUSALS = 3
-"""Stops in a row that failed after which a job counts as one that cannot be stopped."""
 SAVE_POINT_STEPS = 100
 """Steps in whose time a save point must come after an order. One step is the usual; a hundred also cover the micro-
 batches of a large accumulation and most evaluations, and the job loses nothing by it, because it trains on."""

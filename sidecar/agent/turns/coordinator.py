@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cadenza.policies.core.model import MAX_REFUSALS
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Spilled, Yielded
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.jobs.job_run import MAX_REFUSALS, Eviction, JobRun, Rank, Resume
+from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease

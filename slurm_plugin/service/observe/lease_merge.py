@@ -190,6 +190,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
             default=None,
         ),
         refusals=max(lease.refusals for lease in leases),
+        unyielding=_unyielding_reason(parts, agents),
         shown=wrong[1].shown if wrong else next((kind for kind in SHOWN if kind in {one.shown for one in leases}), ""),
         waiting_on=tuple(sorted(host for host, one in parts.items() if one.state == "waiting" != state)),
         amiss=f"{wrong[0]}: {wrong[1].amiss}" if wrong else "",
@@ -256,6 +257,13 @@ def half_given(parts: Parts) -> tuple[str, ...]:
     if "held" not in states.values() or "stopping" in states.values():
         return ()
     return tuple(sorted(host for host, state in states.items() if state in ("waiting", "yielded")))
+
+
+def _unyielding_reason(parts: Parts, agents: Mapping[str, Agent]) -> str:
+    """Return why a job is not asked to yield although all its ranks can stop at a boundary; "" otherwise."""
+    reason = next((one.unyielding for one in parts.values() if one.unyielding), "")
+    able = {host: structs.replace(one, ready=one.ready or bool(one.unyielding)) for host, one in parts.items()}
+    return reason if _not_ready_reason(able, agents) is None else ""
 
 
 def _not_ready_reason(parts: Parts, agents: Mapping[str, Agent]) -> str | None:
