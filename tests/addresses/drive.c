@@ -18,8 +18,6 @@
 
 int cudaMalloc(void **, size_t);
 int cudaFree(void *);
-int cudaMallocAsync(void **, size_t, void *);
-int cudaMallocFromPoolAsync(void **, size_t, void *, void *);
 int cudaIpcGetMemHandle(void *, void *);
 int cudaDeviceEnablePeerAccess(int, unsigned);
 extern long stub_runtime_mallocs, stub_runtime_frees, stub_runtime_others;
@@ -325,16 +323,6 @@ static void exports_are_refused(void)
     nothing_left();
 }
 
-static void asynchronous_calls_are_counted(void)
-{
-    void *first, *second;
-    uint64_t before = counters().asynchronous;
-    CHECK(cudaMallocAsync(&first, 2 * MIB, NULL) == 0 && cudaMallocFromPoolAsync(&second, 2 * MIB, NULL, NULL) == 0);
-    CHECK(counters().asynchronous == before + 2);
-    CHECK(cudaFree(first) == 0 && cudaFree(second) == 0);
-    nothing_left();
-}
-
 static void peers_keep_their_access(void)
 {
     unsigned char *before = get(2 * MIB);
@@ -510,7 +498,6 @@ static const struct { const char *name; void (*run)(void); } checks[] = {
     CHECKED(a_full_gpu_is_a_shortage),
     CHECKED(a_segment_freed_while_it_is_away_does_not_come_back),
     CHECKED(exports_are_refused),
-    CHECKED(asynchronous_calls_are_counted),
     CHECKED(peers_keep_their_access),
     CHECKED(threads_may_allocate_during_moves),
     CHECKED(a_forked_child_has_nothing),

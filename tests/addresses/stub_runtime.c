@@ -33,11 +33,6 @@ int cudaFree(void *where)
     return 0;
 }
 
-int cudaMallocAsync(void **where, size_t size, void *stream) { return (void)stream, cudaMalloc(where, size); }
-int cudaMallocFromPoolAsync(void **where, size_t size, void *pool, void *stream)
-{
-    return (void)pool, (void)stream, cudaMalloc(where, size);
-}
 int cudaIpcGetMemHandle(void *export, void *where)
 {
     stub_runtime_others++;

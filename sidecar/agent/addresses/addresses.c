@@ -377,27 +377,6 @@ EXPORTED int cudaFree(void *where)
 	return error;
 }
 
-static void count_asynchronous(void)
-{
-	if (forked())
-		return;
-	pthread_mutex_lock(&lock);
-	counters.asynchronous++;
-	pthread_mutex_unlock(&lock);
-}
-
-EXPORTED int cudaMallocAsync(void **where, size_t size, void *stream)
-{
-	count_asynchronous();
-	return RUNTIME(cudaMallocAsync, (void **, size_t, void *), where, size, stream);
-}
-
-EXPORTED int cudaMallocFromPoolAsync(void **where, size_t size, void *pool, void *stream)
-{
-	count_asynchronous();
-	return RUNTIME(cudaMallocFromPoolAsync, (void **, size_t, void *, void *), where, size, pool, stream);
-}
-
 /* CUDA's IPC takes no virtual memory, and another process's mapping would outlive a yield. */
 EXPORTED int cudaIpcGetMemHandle(void *export, void *where)
 {

@@ -23,7 +23,6 @@ struct cadenza_counters {
 	uint64_t away_bytes;
 	uint64_t passed; /* cudaMalloc calls that went to the runtime; their memory stays at a yield */
 	uint64_t passed_bytes;
-	uint64_t asynchronous; /* cudaMallocAsync and the like */
 	uint64_t exports_refused;
 	uint64_t failures; /* calls of the driver that failed, shortage aside */
 	int32_t last_failure;

@@ -42,7 +42,6 @@ class Counters(ctypes.Structure):
         ("away_bytes", ctypes.c_uint64),
         ("passed", ctypes.c_uint64),
         ("passed_bytes", ctypes.c_uint64),
-        ("asynchronous", ctypes.c_uint64),
         ("exports_refused", ctypes.c_uint64),
         ("failures", ctypes.c_uint64),
         ("last_failure", ctypes.c_int32),
