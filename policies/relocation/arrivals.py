@@ -14,7 +14,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job
 
 STALLED_S = 600.0
 """Time for which no job is asked to save on a file system on which checkpoints of two users were overdue. Those of one
-user may stall on purpose, so that nobody else's jobs are asked: that is held against the job alone."""
+user may stall on purpose, to keep all other jobs from being asked: that is held against the job alone."""
 
 
 def noted_arrivals(memory: Memory, snapshot: ClusterSnapshot) -> Memory:

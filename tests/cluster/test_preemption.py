@@ -7,9 +7,11 @@ a minute. A job's quantum is ten times the cost of its last move, so each job th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
+from test_receipt import lines
 
 from cluster import wait_for
 from harness import KEPT, PACED_JOB, SOURCE, Cluster
@@ -121,8 +123,17 @@ def test_a_job_makes_way_for_one_that_did_not_opt_in_and_slurm_brings_it_back(la
     large.wait_done(short)
     large.wait_state(job, "RUNNING", timeout=20)
     large.service("ctl", "start", "cadenzad")
-    # 3. It goes on from its checkpoint.
+    # 3. It goes on from its checkpoint, and its user reads on its output why it went, and that it is back.
     large.wait_done(job)
+    gone, back = lines(large, job)[2:]  # after those of the move by hand
+    assert re.fullmatch(
+        rf"cadenza: gives its GPUs up for job {short}; checkpoint of step \d+ saved in \d+\.\d s; "
+        rf"comes back by itself \(`cadenza why {job}`\)",
+        gone,
+    ), gone
+    away = re.fullmatch(r"cadenza: continues at step \d+ after (\d+) s", back)
+    assert away, back
+    assert abs(int(away[1]) - (runs(large, job)[2][0] - left_s[1])) < 15, "since its checkpoint"
     assert large.job(job)["Restarts"] == "2"
     assert sum(end - start for start, end in runs(large, job)) < 1.5 * 3000 * 0.02 + 10
 
