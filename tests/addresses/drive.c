@@ -31,7 +31,7 @@ static struct {
     void (*figures)(struct figures *);
     void (*use_device)(int);
     void (*fail)(const char *, int, int);
-    GpuFile *gpu;
+    GpuFile *gpu, *second;
 } call;
 
 #define MIB ((size_t)1 << 20)
@@ -294,6 +294,25 @@ static void a_full_gpu_is_a_shortage(void)
     nothing_left();
 }
 
+static void one_full_gpu_of_two_leaves_all_away(void)
+{
+    unsigned char *first = get(4 * MIB);
+    int64_t capacity = call.second->capacity;
+    call.use_device(1);
+    unsigned char *second = get(2 * MIB), *third = get(2 * MIB);
+    CHECK(yield_all() == 0);
+    call.second->capacity = (int64_t)(3 * MIB);
+    CHECK(call.resume() == 2);
+    CHECK(figures().live == 0 && on_gpu() == 0 && counters().away_bytes == 8 * MIB);
+    call.second->capacity = capacity;
+    CHECK(call.resume() == 0 && on_gpu() == (int64_t)(4 * MIB));
+    first[0] = second[0] = third[0] = 1;
+    CHECK(cudaFree(second) == 0 && cudaFree(third) == 0);
+    call.use_device(0);
+    CHECK(cudaFree(first) == 0);
+    nothing_left();
+}
+
 static void a_segment_freed_while_it_is_away_does_not_come_back(void)
 {
     unsigned char *first = get(2 * MIB), *second = get(4 * MIB);
@@ -496,6 +515,7 @@ static const struct { const char *name; void (*run)(void); } checks[] = {
     CHECKED(a_resume_that_fails_anywhere_can_be_tried_again),
     CHECKED(a_driver_that_fails_leaves_nothing_behind),
     CHECKED(a_full_gpu_is_a_shortage),
+    CHECKED(one_full_gpu_of_two_leaves_all_away),
     CHECKED(a_segment_freed_while_it_is_away_does_not_come_back),
     CHECKED(exports_are_refused),
     CHECKED(peers_keep_their_access),
@@ -533,7 +553,7 @@ int main(int argc, char **argv)
         GpuFile *gpu = gpu_create(path) ? NULL : gpu_open(path);
         CHECK(gpu);
         gpu->capacity = (int64_t)(1024 * MIB);
-        call.gpu = call.gpu ? call.gpu : gpu;
+        *(i ? &call.second : &call.gpu) = gpu;
     }
     if (argc == 4 && !strcmp(argv[1], "fuzz")) {
         fuzz((unsigned)atoi(argv[2]), atoi(argv[3]));
