@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import MoveError
-from cadenza.sidecar.client.offload import unregistered
+from cadenza.sidecar.client.offload import device, storages, unregistered
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import Segment, survey
 
@@ -90,6 +91,17 @@ def test_each_storage_moves_once_under_the_name_of_its_owner() -> None:
         "optimizer.state[model.0.weight][exp_avg]",
         "optimizer.state[model.0.weight][exp_avg_sq]",
     ]
+
+
+def test_devices_that_never_ran_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for ROCm calls its devices cuda: the engine would start, and find neither CUDA's runtime nor NVML."""
+    assert list(device.accelerators("6.4")) == []
+    assert device.never_ran("cuda", "6.4") == "on ROCm 6.4, with which this engine has never run"
+    monkeypatch.setattr(storages, "_storage_of", lambda tensor: tensor)
+    xpu = SimpleNamespace(device=torch.device("xpu:0"), nbytes=lambda: 9, _cdata=1, data_ptr=lambda: 1)
+    monkeypatch.setattr(storages.Walk, "tensors", lambda *_: [("weight", xpu)])
+    refusal = survey([]).refusal
+    assert refusal == "cannot release weight (on devices of type xpu, with which this engine has never run)"
 
 
 def test_sparse_nested_lazy_clones_and_meta() -> None:

@@ -157,13 +157,26 @@ class _Memory:
         }
 
 
-ACCELERATORS: dict[str, Accelerator] = {"cuda": Accelerator("cuda")}
-"""The accelerators whose memory moves, by the type of the device; no other type has run yet."""
+def accelerators(hip: str | None) -> dict[str, Accelerator]:
+    """Return the accelerators whose memory moves, by the type of the device; no other type has run yet.
+
+    A torch for ROCm (``torch.version.hip``) calls its devices *cuda*, too, and has neither CUDA's runtime nor NVML.
+    """
+    return {} if hip else {"cuda": Accelerator("cuda")}
+
+
+ACCELERATORS = accelerators(torch.version.hip)
 
 
 def of(device: torch.device) -> Accelerator | None:
     """Return a device's accelerator; None for the CPU and for devices whose memory stays."""
     return ACCELERATORS.get(device.type)
+
+
+def never_ran(kind: str, hip: str | None = torch.version.hip) -> str:
+    """Return why memory on a device of a type that is not the CPU's stays there."""
+    name = f"ROCm {hip}" if hip and kind == "cuda" else f"devices of type {kind}"
+    return f"on {name}, with which this engine has never run"
 
 
 def in_use() -> Accelerator | None:

@@ -252,7 +252,7 @@ def _reason_to_stay(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str 
     """
     kind = storage.device.type
     if kind != "cpu" and device.of(storage.device) is None:
-        return f"a device of type {kind}"
+        return device.never_ran(kind)
     if kind == "cpu" and storage.is_shared():
         return "in shared memory or mapped from a file"
     if torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # noqa: SLF001
