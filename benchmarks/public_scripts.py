@@ -119,7 +119,7 @@ def play(script: Script, source: Path, work: Path, python: str, draw: random.Ran
             break
     moves = len(steps)
     if starts[-1].outcome.reasons and not moves:
-        return 0, f"refused: {starts[-1].outcome.reasons[0]}", ""
+        return 0, f"refused: {starts[-1].outcome.reasons[-1]}", ""
     verdict = compare(alone, starts)
     result = "identical" if verdict.identical else "DIFFERS: " + " | ".join(map(str.strip, verdict.lines))
     if moves < MOVES:

@@ -232,3 +232,12 @@ def test_a_batch_that_was_fetched_ahead_is_found_from_end_to_end(tmp_path: Path)
     assert f"cadenza rehearsal: differs from step {place + 1} on" in lines
     assert "Was a batch fetched ahead?" in done.stderr
     assert "not restored" not in done.stderr
+
+
+def test_a_reason_that_comes_after_the_one_that_an_order_met_is_heard_too(tmp_path: Path) -> None:
+    agent = ScriptedAgent(tmp_path / "agent.sock", 1, {})
+    rank: Any = None
+    for reason in ("before any order", "", "its loader keeps its workers"):
+        agent._answer(rank, {"type": "unready", "reason": reason})
+        agent._note("its unit is not known")
+    assert agent.outcome.reasons == ["its unit is not known", "its loader keeps its workers"]

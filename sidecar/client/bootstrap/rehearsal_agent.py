@@ -196,6 +196,8 @@ class ScriptedAgent:
         kind, current = message["type"], message.get("order") == self._order
         if kind == "requeued_by" and message.get("owner"):
             self._note(f"{message['owner']} requeues this job by itself")
+        elif kind == "unready" and message.get("reason") and self.outcome.reasons:
+            self._note(str(message["reason"]))  # the one that an order has met may have gone since
         elif kind == "restored":
             self.outcome.arrived.add(rank.number)
         elif kind == "unrestored":
