@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], Path]]:
 def _parse(file: Path) -> dict[str, Any]:
     """Return one file's tables; raise ConfigError if it is missing, unreadable or not TOML."""
     try:
-        return read_toml(file.read_text(encoding="utf-8"), str(file))
+        return read_toml(file.read_text(encoding="utf-8-sig"), str(file))  # editors of Windows begin with a mark
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); create it or name another") from None
     except UnicodeDecodeError as error:

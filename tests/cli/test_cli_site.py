@@ -537,6 +537,14 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert run("--debug", "check-config", str(path)).exception.__class__.__name__ == "ConfigError"
 
 
+def test_a_file_of_an_editor_of_windows_is_read_and_a_list_in_one_text_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b'\xef\xbb\xbf[guard]\npartitions = ["gpu,gpu2", "ok"]\n')
+    done = run("check-config", str(path))
+    assert done.exit_code == 0, done.stderr
+    assert "[guard] partitions: 'gpu,gpu2' is no name of a partition" in done.stdout + done.stderr
+
+
 def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> None:
     (tmp_path / "resnet.json").write_text('{"schema": "cadenza.profile/1", "model": "resnet", "iteration_s": NaN}')
     path = tmp_path / "cadenza.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,8 @@ def advice(settings: Settings) -> Iterator[str]:
     """Yield settings that are valid and probably not intended."""
     if not settings.guard.partitions:
         yield "[guard] partitions is empty: no partition is managed, so the service does nothing"
+    for name in sorted(name for name in settings.guard.partitions if re.search(r"[,\s]", name)):
+        yield f"[guard] partitions: {name!r} is no name of a partition; write each in quotes of its own"
     if not settings.agent.service:
         yield "[agent] service is empty: agents take turns locally and the service does not see them"
     if settings.guard.min_run_s > settings.sharing.slice_s:
