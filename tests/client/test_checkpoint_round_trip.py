@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client import checkpoints
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, left_out, parts, round_trip
+from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, parts, round_trip
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -362,7 +362,7 @@ LATER = {
 def test_what_trains_and_is_in_no_keeper_is_named_once(
     tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(left_out, "_told", set())
+    monkeypatch.setattr(round_trip, "_told", set())
     monkeypatch.setattr("cadenza.sidecar.client.session.save_points.REST", 2)
     job = Job(tmp_path)
     job.train()
@@ -381,7 +381,7 @@ def test_what_a_keeper_has_inside_another_object_is_in_it(
             self.optimizer = optimizer
             self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
 
-    monkeypatch.setattr(left_out, "_told", set())
+    monkeypatch.setattr(round_trip, "_told", set())
     Job(tmp_path, Wrapped).train(20)
     assert "will not bring back" not in caplog.text
 

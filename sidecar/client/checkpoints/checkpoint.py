@@ -20,13 +20,12 @@ from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.directory import Facts
-from cadenza.sidecar.client.checkpoints.left_out import LeftOut
 from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner, owner_here
 from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, Part, tensors_in
 from cadenza.sidecar.client.checkpoints.periodic import Periodic
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
-from cadenza.sidecar.client.checkpoints.round_trip import RoundTrips
+from cadenza.sidecar.client.checkpoints.round_trip import LeftOut, RoundTrips
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, Units
 from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError

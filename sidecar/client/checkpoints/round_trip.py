@@ -2,20 +2,24 @@
 
 The copies are in host memory, at most LIMIT_BYTES of tensors each; a few parameters stand for all of one of torch's
 optimizers. An object that is larger, or that cannot be copied, is not tried. No trial begins LIMIT_S after the first.
+Objects that train and are in no keeper, such as an optimizer made later than it, are named.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from cadenza.sidecar.client import rng_state
@@ -30,7 +34,12 @@ LIMIT_S = 10.0
 MAX_OBJECTS = 100_000
 """Objects inside one that are looked through for its tensors."""
 _OWN_FORM = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state")
+RARER = 4
+"""A look goes through all objects of the process, which takes tens of milliseconds; so many times later is the next."""
+SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+
 _log = logging.getLogger("cadenza.client")
+_told: set[str] = set()
 
 
 class NotTriedError(Exception):
@@ -327,3 +336,57 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return bool(torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True))
+
+
+# --- what is in no keeper -----------------------------------------------------------------------------------
+
+
+class LeftOut:
+    """Compares a process's training with what its keepers hold: where another optimizer steps, and now and then."""
+
+    def __init__(self) -> None:
+        self._samples, self._next = 0, 1
+        self._known: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+
+    def look(self, stepping: Sequence[optim.Optimizer], held: Iterable[object]) -> None:
+        """Warn of optimizers that step, of their schedulers and of their parameters that nothing held has."""
+        self._samples += 1
+        if self._samples < self._next and all(optimizer in self._known for optimizer in stepping):
+            return
+        self._next = RARER * self._samples
+        self._known.update(stepping)
+        try:
+            kept = _reached(held)
+        except NotTriedError:
+            return
+        for optimizer in stepping:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            absent = sum(id(param) not in kept for param in params)
+            if id(optimizer) not in kept:
+                _tell(f"the state of an optimizer that steps ({type(optimizer).__qualname__}); give it as optimizer=")
+            elif 0 < absent < len(params):  # where all are absent they are copies of its own
+                _tell(f"{absent} parameters that {type(optimizer).__qualname__} trains; give their module as model=")
+        ids = {id(optimizer) for optimizer in stepping}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), SCHEDULERS) and id(thing) not in kept and id(thing.optimizer) in ids:
+                _tell(f"the state of a {type(thing).__qualname__}; give it as scheduler=")
+
+
+def _tell(what: str) -> None:
+    """Warn once of something that a restore leaves out."""
+    if what not in _told:
+        _told.add(what)
+        _log.warning("a restore will not bring back %s of client.checkpoint(), or make the keeper after it", what)
+
+
+def _reached(held: Iterable[object]) -> set[int]:
+    """Return the ids of all that the things held save: a module saves no optimizer that it refers to, for example."""
+    found: set[int] = set()
+    for thing in held:
+        kinds: tuple[type, ...] = (optim.Optimizer, torch.Tensor, *SCHEDULERS)
+        for kind, saves in ((nn.Module, torch.Tensor), (optim.Optimizer, optim.Optimizer), (SCHEDULERS, SCHEDULERS)):
+            if isinstance(thing, kind):
+                kinds = saves if isinstance(saves, tuple) else (saves,)
+        found.add(id(thing))
+        found.update(id(one) for kind in kinds for one in objects_in(thing, kind))
+    return found

@@ -124,7 +124,7 @@ class SavePoints:
         if self._looks == 1:
             self._sampled.follow(lambda: True)
             return True
-        used = not self._sampled.pending(self._things())
+        used = self._sampled.has_stepped and not self._sampled.pending(self._things())
         self._each_steps = used and (self._each_steps or self._looks == FIRST_LOOK)
         if self._looks < LAST_LOOK:
             return True
@@ -177,6 +177,11 @@ class Gradients:
         self._order = 0
         """Order for which it was looked for: where the agent moves its stop step on while that takes its time, the
         next boundary must not look again."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if an optimizer has stepped since the last boundary."""
+        return bool(self._stepped)
 
     @property
     def stepping(self) -> list[Any]:
