@@ -309,7 +309,7 @@ def node_fields(node: _Node) -> dict[str, Any]:
         "available_features": list(node.features), "effective_cpus": node.effective_cpus, "total_cpus": node.cpus,
         "real_memory": node.real_memory, "allocated_cpus": node.alloc_cpus, "allocated_memory": node.alloc_memory,
         "free_memory": node.free_mem.value, "configured_gres": counts(node.gres),
-        "allocated_tres": tres(node.tres_used), "used_gres": counts(node.gres_used),
+        "allocated_tres": tres(node.tres_used), "allocated_gres": counts(node.gres_used),
         "slurm_version": node.version, "weight": node.weight,
         "reason_time": node.reason_changed_at.value or None, "slurmd_start_time": node.slurmd_start_time.value or None,
     }  # fmt: skip

@@ -179,7 +179,7 @@ def wanted_type(raw: Raw) -> str:
 
 def node_gpus_used(raw: Raw) -> int:
     """Return the GPUs of a node that Slurm has given out."""
-    return gpu_count(raw.get("allocated_tres") or {}) or gpu_count(raw.get("used_gres") or {})
+    return gpu_count(raw.get("allocated_tres") or {}) or gpu_count(raw.get("allocated_gres") or {})
 
 
 # --- States ----------------------------------------------------------------------------------------------

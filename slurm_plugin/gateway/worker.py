@@ -28,12 +28,13 @@ JOB_FIELDS = (
     "suspend_time", "pre_suspension_time", "time_limit", "comment", "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
-    "tres_per_job", "tres_per_node", "tres_per_task",
+    "tres_per_job", "tres_per_node", "tres_per_task", "tres_per_socket", "sockets_per_node",
 )  # fmt: skip
 NODE_FIELDS = (
     "name", "hostname", "state", "reason", "reason_user", "partitions", "available_features",
     "effective_cpus", "total_cpus", "real_memory", "allocated_cpus", "allocated_memory", "free_memory",
-    "configured_gres", "allocated_tres", "slurm_version", "weight", "reason_time", "slurmd_start_time",
+    "configured_gres", "allocated_gres", "allocated_tres", "slurm_version", "weight", "reason_time",
+    "slurmd_start_time",
 )  # fmt: skip
 
 

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
-from cadenza.slurm_plugin.gateway.translate import (
-    gpu_count,
-    gpu_type,
-    job,
-    job_state,
-    nodes,
-    snapshot,
-    unmanageable_reason,
-)
+from cadenza.slurm_plugin.gateway.slurm_values import gpu_count, gpu_type, job_state
+from cadenza.slurm_plugin.gateway.translate import job, nodes, snapshot, unmanageable_reason
 from cadenza.slurm_plugin.gateway.worker import JOB_FIELDS
 
 ANSWERS = [json.loads(line) for line in RECORDING.read_text().splitlines()]
