@@ -155,7 +155,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     unyielding: Text = ""
     """Why it is not ``ready`` although its ranks can stop at a boundary, for a checkpoint: its stops have failed, or
-    nobody who waits could use what it would free; empty otherwise."""
+    no job that waits could use what it would free; empty otherwise."""
     shown: Name = ""
     """State of its processes as the host shows it: running | frozen (by Slurm's suspend) | gone; "" not looked at."""
     amiss: Text = ""

@@ -115,6 +115,7 @@ class Agent:
         values = {**known, "host": "n1", "heartbeat_s": 0.2, **settings}
         lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         self.config.write_text("\n".join(["[agent]", *lines, "", "[service]", "poll_s = 1", ""]))
+        self.program = ["-m", "cadenza.sidecar.agent"]
         self.process: subprocess.Popen[bytes] | None = None
         self._children: list[Child] = []
         self._talkers: list[Talker] = []
@@ -127,7 +128,7 @@ class Agent:
     def up(self, files: int | None = None) -> Agent:
         """Start the daemon, with at most so many open files, and wait until it answers."""
         log = (self.directory / "agent.log").open("ab")
-        command = [sys.executable, "-m", "cadenza.sidecar.agent", "--config", str(self.config)]
+        command = [sys.executable, *self.program, "--config", str(self.config)]
         if files is not None:
             command = ["prlimit", f"--nofile={files}", *command]
         self.process = subprocess.Popen(command, stderr=log)

@@ -845,7 +845,7 @@ void run_collective(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     for (size_t index = 0; index < count; index++) {
         const c10::IValue &value = arguments[index];
         if (op.schema().arguments()[index].type()->str() != "Tensor[][]") {
-            run.push_back(value.isTensorList() ? argument_of(value) : value);
+            run.push_back(value.isTensorList() || value.isTensor() ? argument_of(value) : value);
             continue;
         }
         c10::List<c10::List<at::Tensor>> lists;
@@ -904,7 +904,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 // Before the key that the device itself has: torch has taken that one, for backends of such a device.
 TORCH_LIBRARY_IMPL(c10d, AutogradPrivateUse1, m)
 {
-    for (const char *name : {"allreduce_", "broadcast_", "allgather_"})
+    for (const char *name : {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "_reduce_scatter_base_"})
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_collective>());
 }
 

@@ -217,6 +217,7 @@ def _module() -> ModuleType:
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
     module.Stream = torch.Stream
+    module.Event = lambda: torch.Event("simulated")
     module.current_stream = torch.accelerator.current_stream
     module.stream = lambda stream: stream
     module.empty_cache = torch.accelerator.empty_cache

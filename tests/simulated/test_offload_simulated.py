@@ -94,7 +94,7 @@ def test_a_job_that_yields_computes_the_same(tmp_path: Path, name: str) -> None:
     for arrived, yielded in zip(turns.arrived, turns.yielded, strict=True):
         (held,), (stays,) = arrived["held_bytes"], arrived["stays_bytes"]
         assert simulated_gpu.GPU.capacity > held >= yielded["bytes"] + yielded["left"]
-        assert stays <= yielded["left"] <= stays + (22 << 20), "what stays is told before the move"
+        assert yielded["left"] - (22 << 20) <= stays <= yielded["left"] + (1 << 20), "but for the allocator's rounding"
     assert max(seen) <= 22 << 20, "at most a segment of each size stays, for the loop's own tensors"
 
 

@@ -147,9 +147,9 @@ class Yielded(msgspec.Struct, frozen=True):
     survey_s: Seconds = 0.0
     """Time in which the state was looked at, apart from its copy."""
     needed_bytes: GpuBytes = ()
-    """What torch takes of each GPU to go on, by the device's index in the process; also where it peaks later."""
+    """Memory that torch takes of each GPU to go on, by the device's index in the process; also where it peaks later."""
     regrown_bytes: GpuBytes = ()
-    """What NCCL takes there beside it, which the suspend of its communicators freed."""
+    """Memory that NCCL takes there as well, which the suspend of its communicators freed."""
     resident: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
     error: Text = ""
     no_room: Text = ""

@@ -51,7 +51,7 @@ class Rank:
     stays: tuple[int, ...] = ()
     """The part of them that was to stay."""
     needed: tuple[int, ...] = ()
-    """Bytes that torch needs there to go on after its last yield; ``regrown``: those that NCCL takes beside them."""
+    """Bytes that torch needs there to go on after its last yield; ``regrown``: those that NCCL takes as well."""
     regrown: tuple[int, ...] = ()
     beyond: Mapping[int, int] | None = None
     """Bytes on each GPU that were not torch's, as measured at its last stop; None if they were not."""
@@ -180,7 +180,7 @@ class JobRun:
     """Memory of each GPU that it keeps while it is out, or would keep, as of ``kept_at``; empty until measured."""
     kept_at: float = float("-inf")
     useless: str = ""
-    """Reason why no job that waits for its GPUs would fit beside that, so that it is not asked to yield; else empty."""
+    """Reason why no job that waits for its GPUs would fit in with that: then it is not asked to yield; else empty."""
     judged: tuple[float, int] | None = None
     """The look at the GPUs and the state of the leases by which that was found."""
     out_at: float = float("-inf")

@@ -84,7 +84,7 @@ class Lease(msgspec.Struct):
     frozen: tuple[GpuProcess, ...] = ()
     """Processes that the driver path works on: locked, checkpointed, or about to be."""
     gpu_bytes: tuple[int, ...] = ()
-    """Memory of each of its GPUs that it needs to go on, beside what it kept at its last yield; empty if unknown."""
+    """Memory of each of its GPUs that it needs to go on, without what it kept at its last yield; empty if unknown."""
     left_bytes: tuple[int, ...] = ()
     """Memory of each of its GPUs that its processes kept at its last yield."""
     pack: int = 0

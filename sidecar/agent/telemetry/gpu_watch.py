@@ -73,6 +73,8 @@ class Look(NamedTuple):
         here = list(self.sizes(gpus, pid))
         if len(used) == len(here):
             return dict(zip(here, used.values(), strict=True))
+        if len(sizes) == len(here):
+            return {here[index]: size for index, size in used.items()}
         if max(used, default=0) < len(gpus):
             return {gpus[index]: size for index, size in used.items()}
         return dict.fromkeys(here, sum(used.values()))

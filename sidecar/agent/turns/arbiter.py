@@ -235,7 +235,7 @@ class Arbiter:
             run.no_room, run.no_room_until = found, now + NO_ROOM_S
 
     def _look_for_use(self, lease: Lease) -> None:
-        """Note why nobody who waits could use what a holder would free, by what it kept or would have kept before."""
+        """Note why no job that waits could use what a holder would free, by what it kept or would have kept before."""
         watch, run = self.coordinator.gpus, self.host.run(lease.key)
         kept = self._kept(run)
         if watch is None or lease.state != "held" or not kept:
@@ -247,7 +247,7 @@ class Arbiter:
             run.useless = gpu_room.useless(lease, kept, watch.last, self.host.leases, self.host.named)
 
     def _kept(self, run: JobRun) -> Mapping[int, int]:
-        """Return what a job keeps while it is out, as measured lately; nothing if it was not."""
+        """Return the memory that a job keeps while it is out, as measured lately; nothing if it was not."""
         return run.kept if self.host.clock.monotonic() - run.kept_at < KEPT_S else {}
 
     def _rivals_out(self, lease: Lease) -> list[Lease]:

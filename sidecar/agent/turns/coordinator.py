@@ -193,7 +193,7 @@ class StopCoordinator:
         return needs if any(needs.values()) else {}
 
     def _useless(self, lease: Lease, run: JobRun, stop: Stop, kept: dict[int, int]) -> str:
-        """Note what a job keeps while it is out; return why nobody who waits for its GPUs can use the rest, else ""."""
+        """Note what a job keeps while it is out; return why no job that waits can use the rest, else ""."""
         if self.gpus is None or stop.origin not in TURNS:
             return ""
         run.kept, run.kept_at = kept, self.host.clock.monotonic()
@@ -326,7 +326,7 @@ class StopCoordinator:
         return self.gpus.last if self.gpus.last.since_s(lease.gpus) > stop.arrived_at else None
 
     def _useless_move(self, lease: Lease, run: JobRun, stop: Stop) -> str:
-        """Return why nobody who waits could use what a yield of the ranks, which have arrived, would free; else ""."""
+        """Return why no job that waits could use what a yield of the ranks, which have arrived, would free; else ""."""
         look = self._look(lease, stop)
         if look is None or isinstance(stop, CheckpointStop) or (self.driver.wanted_always and run.may_freeze(lease)):
             return ""

@@ -1,7 +1,7 @@
-"""Room on the GPUs: what a job keeps there while it is out, and if a job that waits fits beside it.
+"""Room on the GPUs: what a job keeps there while it is out, and if a job that waits fits in with it.
 
 A job is judged by what the driver measures. It may keep what was not torch's before its move, such as NCCL's buffers,
-and what torch says to have left; what the next job needs has to fit beside both.
+and what torch says to have left; the next job has to fit in with both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def kept_by(lease: Lease, run: JobRun, look: Look) -> dict[int, int]:
 
 
 def _moves(lease: Lease, rank: Rank, look: Look) -> dict[int, int]:
-    """Return what a rank's move will free on each GPU, by its own word: torch's memory, and NCCL's as the last time."""
+    """Return the bytes of torch that a rank says it will free on each GPU, and those of NCCL, as at its last move."""
     held, stays, regrown = (look.by_gpu(lease.gpus, rank.pid, one) for one in (rank.held, rank.stays, rank.regrown))
     return {gpu: held.get(gpu, 0) - stays.get(gpu, 0) + regrown.get(gpu, 0) for gpu in lease.gpus}
 
@@ -71,7 +71,7 @@ def shortage(
 
 
 def useless(lease: Lease, kept: Mapping[int, int], look: Look, table: LeaseTable, named: Callable[[int], str]) -> str:
-    """Return why no job that waits for a holder's GPUs would fit beside what it keeps; "" if one would, or none waits.
+    """Return why no job that waits for a holder's GPUs would fit in with what it keeps; "" if one would, or none waits.
 
     A job that would not fit if the holder were gone altogether does not count: it waits for others.
     """
