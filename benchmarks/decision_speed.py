@@ -272,7 +272,7 @@ def shared(one: Shared, rounds: int) -> list[Figure]:
     cpu, wall, live = [], [], []
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        decision, cpu_ms, wall_ms = timed(lambda: request.policy.decide(snapshot, memory))
+        decision, cpu_ms, wall_ms = timed(lambda: _explained(request.policy.decide(snapshot, memory)))
         cpu.append(cpu_ms)
         wall.append(wall_ms)
         live.append(len(snapshot.jobs))
@@ -290,6 +290,11 @@ def shared(one: Shared, rounds: int) -> list[Figure]:
         Figure(f"{what}, steady, p99", quantile(cpu[1:], 0.99), quantile(wall[1:], 0.99), one.limit_ms),
         Figure(f"{what}, steady, most", max(cpu[1:]), max(wall[1:])),
     ]
+
+
+def _explained(decision: Decision) -> Decision:
+    """Return a decision once its sentences are worked out, as the service does when it writes a round down."""
+    return replace(decision, reasons=dict(decision.reasons.items()))
 
 
 def growth(largest: int, repeat: int) -> tuple[list[Figure], float]:

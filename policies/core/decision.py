@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cadenza.policies.core.actions import Action
@@ -174,6 +175,33 @@ class Memory:
     """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
     made_way: Mapping[int, float] = field(default_factory=dict)
     """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
+
+
+class Sentences(Mapping[JobKey, str]):
+    """Sentences by job that are worked out once somebody reads one: a simulation reads none."""
+
+    def __init__(self, work_out: Callable[[], Mapping[JobKey, str]]) -> None:
+        self._work_out = work_out
+
+    @cached_property
+    def _found(self) -> Mapping[JobKey, str]:
+        return self._work_out()
+
+    def __getitem__(self, key: JobKey) -> str:
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[JobKey]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._found)
+
+    def items(self) -> ItemsView[JobKey, str]:
+        """Return all of them: far quicker than one after the other."""
+        return self._found.items()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ requeued it is left to Slurm.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from operator import is_
 
 from cadenza.policies.core.actions import (
     Action,
@@ -21,7 +22,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )  # fmt: skip
-from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.decision import Decision, Memory, Sentences
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.arrivals import marked_unrestored
@@ -51,8 +52,11 @@ class Relocation:
         """Return the next step of each move, and the snapshot as a policy sees it."""
         snapshot = marked_unrestored(snapshot, memory.unrestored)
         going = {move.job.id: relocating for move in memory.moves if (relocating := _relocating(move)) is not None}
-        jobs = [_marked(job, going.get(job.key.id)) for job in snapshot.jobs]
-        unchanged = all(one is other for one, other in zip(jobs, snapshot.jobs, strict=True))
+        jobs = [
+            _marked(job, going.get(job.key.id)) if job.lease is not None or job.key.id in going else job
+            for job in snapshot.jobs
+        ]
+        unchanged = all(map(is_, jobs, snapshot.jobs))
         advanced = [advance(move, snapshot, memory) for move in memory.moves]
         steps = leaving_together(memory.moves, advanced, snapshot)
         return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
@@ -95,14 +99,7 @@ class Relocation:
                 action = replace(action, goal=goal(move), save_s=saved_within_s(move))  # noqa: PLW2901
             actions.append(action)
         # 4. Every job has its sentence; the outcome of a finished move follows the present state.
-        reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}
-        keys: dict[int, JobKey] = {}
-        for key in decision.reasons:
-            keys.setdefault(key.id, key)
-        for step in self.steps:
-            step.explain(reasons, keys)
-        for key, text in refused.items():
-            reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), text)))
+        reasons = Sentences(lambda: self._sentences(decision.reasons, busy, refused))
         # 5. Hosts read the files of a job before it stops, also if the move was requested by hand.
         actions = [*(step.action for step in self.steps if step.action is not None), *actions]
         if prefetch:
@@ -118,6 +115,19 @@ class Relocation:
             reasons,
             0.0 if busy or actions else decision.quiet_until_s,
         )
+
+    def _sentences(
+        self, reasons: Mapping[JobKey, str], busy: Collection[int], refused: Mapping[JobKey, str]
+    ) -> dict[JobKey, str]:
+        found = {key: text for key, text in reasons.items() if key.id not in busy}
+        keys: dict[int, JobKey] = {}
+        for key in reasons:
+            keys.setdefault(key.id, key)
+        for step in self.steps:
+            step.explain(found, keys)
+        for key, text in refused.items():
+            found[key] = "; ".join(filter(None, (found.get(key, ""), text)))
+        return found
 
     def _saving_first(
         self,

@@ -27,6 +27,10 @@ ROUNDING = 1e-6
 """Part of an iteration that is rounding error."""
 
 
+_NOTHING: tuple[int, tuple[str, ...], Progress | None] = (-1, (), None)
+"""Version, nodes and progress of a job that no snapshot has shown yet."""
+
+
 class SimJob:
     """A job between its submission and its end. Times in seconds since the start of the simulation.
 
@@ -35,6 +39,7 @@ class SimJob:
     """
 
     __slots__ = (
+        "_shown",
         "allocated",
         "attained_on",
         "attained_s",
@@ -125,7 +130,7 @@ class SimJob:
         self.finish_s = inf
         self.hundred_s: float | None = None
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
-        self.version = 0
+        self._shown, self.version = _NOTHING, 0
         """Counts the changes, so that an end that was foreseen before a change no longer counts."""
         self.lease: SimLease | None = None
         self.gpus_held: tuple[Gpu, ...] = ()
@@ -212,6 +217,10 @@ class SimJob:
     def record(self, now_s: float) -> Job:
         """Return the job as a snapshot shows it."""
         trace, started = self.trace, self.state != "PENDING"
+        if self._shown[0] != self.version:  # between its changes only its lease's times move on
+            here = tuple([share.node for share in self.placement])
+            self._shown = self.version, here, self._progress() if trace.managed else None
+        _, nodes, progress = self._shown
         return Job(
             key=self.key,
             user=trace.user,
@@ -229,13 +238,13 @@ class SimJob:
             start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
             slurm_priority=0 if self.held and not started else self.queued.priority,
             state_reason=self.state_reason,
-            nodes=tuple(share.node for share in self.placement),
+            nodes=nodes,
             required_nodes=self.required_nodes,
             options=self.options,
             lease=self._lease(now_s),
             profile=self.profile,
             placement=self.placement,
-            progress=self._progress() if trace.managed else None,
+            progress=progress,
             gpu_type=trace.gpu_type,
             barred=trace.barred,
         )

@@ -38,7 +38,7 @@ def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
     residents = [host.residents[job.key] for host in hosts if job.key in host.residents]
     requests, lanes = (
         {resident.request for resident in residents},
-        {state.lanes[resident.lane] for resident in residents},
+        {state.lane_of(resident.lane) for resident in residents},
     )
     if len(residents) != len(job.nodes) or len(requests) != 1 or len(lanes) != 1:
         return None
@@ -79,7 +79,7 @@ def _seat(state: SharingState, wide: MultiNodeJob, host: HostState) -> Seat | No
     ):
         return None
     lane, gpus_known = (
-        state.lanes[first.residents[key].lane],
+        state.lane_of(first.residents[key].lane),
         all(resident.gpus for resident in host.residents.values()),
     )
     seats = (seat for seat in host.seats(wide.request) if gpus_known and seat.lane == lane and seat.sharers == 0)

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from cadenza.policies.core.actions import MakeWay
-from cadenza.policies.core.model import Job
+from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import lost_s
 from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
@@ -60,7 +60,7 @@ def make_way(state: SharingState) -> None:
         for job in state.jobs.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
-    placed = [job for job in state.all_jobs if job.nodes]
+    placed = [job for job in state.started if job.nodes]
     leaving = [job for job in placed if _leaves(job, state)]
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
@@ -68,6 +68,7 @@ def make_way(state: SharingState) -> None:
     walk = _Walk(room, nodes, standings, state)
     for job in queue:
         walk.step(job)
+    state.waiting_reasons = walk.reasons
     # 3. The same pass with the GPUs free must start each job that room is made for.
     ways = _proven(walk.ways, queue, nodes)
     # 4. The orders, and what is remembered: the jobs that room was made for, or looked for in vain.
@@ -75,9 +76,9 @@ def make_way(state: SharingState) -> None:
         state.placement_reasons[way.job.key] = GOES_TO_OTHERS
     for way in ways:
         _let_leave(state, standings, way)
-    waiting = {job.key.id for job in state.all_jobs if job.state == "PENDING"}
     tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
-    kept = {number: at_s for number, at_s in sorted(tried.items()) if number in waiting}
+    live = state.snapshot.by_id
+    kept = {at: when_s for at, when_s in sorted(tried.items()) if at in live and live[at].state == "PENDING"}
     if kept != state.memory.made_way:
         state.memory = state.with_memory(made_way=kept)
 
@@ -106,10 +107,6 @@ class _Walk:
     slurm: SlurmPass | None = None
     vain: set[tuple[object, ...]] = field(default_factory=set)
     """Claims for which no room was found: nothing that asks alike has to try again."""
-    reasons: WaitingReasons = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reasons = WaitingReasons(self.room, self.standings)
 
     def step(self, job: Job) -> None:
         """Take one job of the queue."""
@@ -135,11 +132,14 @@ class _Walk:
             self._pass().start(job, request, way.nodes)
             return
         # 3. It stays in the queue.
-        if state.settings.manages(job):
-            state.placement_reasons[job.key] = self.reasons.of(job, request)
         self.blocked.append((job, request))
         if request.nodes == 1 and not self._would_get_it(job, request):
             self.ahead.setdefault(request[2:], []).append((request.each, limit_s(job)))
+
+    def reasons(self) -> dict[JobKey, str]:
+        """Return why the jobs of the service that stay in the queue wait."""
+        reasons, manages = WaitingReasons(self.room, self.standings), self.state.settings.manages
+        return {job.key: reasons.of(job, request) for job, request in self.blocked if manages(job)}
 
     def _way_for(self, job: Job, request: NodeRequest) -> Way | None:
         """Return the room that others can make for a waiting job; None without, or where it would not get there."""

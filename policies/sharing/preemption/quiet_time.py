@@ -7,7 +7,7 @@ from cadenza.policies.ordering.levels import leaves_level_s
 from cadenza.policies.sharing.preemption.join_idle import JOIN_AFTER_S
 from cadenza.policies.sharing.preemption.make_way import AGAIN_S
 from cadenza.policies.sharing.preemption.site_factor import BEHIND_S
-from cadenza.policies.sharing.preemption.standing import Standings
+from cadenza.policies.sharing.preemption.standing import NEWS_S, Standings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 CALC_PERIOD_S = 300.0
@@ -17,12 +17,18 @@ CALC_PERIOD_S = 300.0
 def note_quiet_time(state: SharingState) -> None:
     """Note when time alone can next change the decision: a level is left, a quantum ends, priorities are new.
 
-    While a job is on its way, starts, stops or is not ours, each round has to look.
+    While a job is on its way, starts, stops or is not ours, each round has to look. While nobody waits, nothing is
+    decided, and all that a round notes is which jobs keep checkpoints.
     """
-    jobs = [job for job in state.all_jobs if job.gpus]
-    if state.giving_back or not all(_settled(state, job) for job in jobs):
+    if state.giving_back or state.relocating or state.making_way:
+        return
+    jobs = [job for job in state.started if job.gpus]
+    if not all(_settled(state, job) for job in jobs):
         return
     now_s, standings = state.now_s, Standings(state)
+    if not state.queue and all(job.state == "RUNNING" for job in jobs) and state.holders.issuperset(state.jobs):
+        state.quiet_until_s = now_s + NEWS_S
+        return
     ends = [now_s + CALC_PERIOD_S]
     for job in jobs:
         if job.state == "RUNNING":
@@ -35,10 +41,8 @@ def note_quiet_time(state: SharingState) -> None:
 
 
 def _settled(state: SharingState, job: Job) -> bool:
-    """Return True for a job that waits, is not ours, runs and can be stopped, or has yielded for good."""
-    if job.relocating is not None:
-        return False
-    if job.state == "PENDING" or not state.settings.manages(job):
+    """Return True for a started job that is not ours, runs and can be stopped, or has yielded for good."""
+    if not state.settings.manages(job):
         return job.state != "OTHER"
     lease = job.lease
     if lease is None or lease.exclusive or lease.lost:

@@ -60,10 +60,10 @@ def set_factors(state: SharingState) -> None:
     """Give each waiting job that made way the factor of its level, and take it from jobs that others requeued."""
     standings = Standings(state)
     ours = standings.moves.keys() | state.memory.factors.keys()
-    for job in [job for job in state.all_jobs if job.key.id in ours]:
+    for job in [job for job in state.queue if job.key.id in ours]:
         had = state.memory.factors.get(job.key.id, 0)
         move = standings.moves.get(job.key.id)
-        if job.state != "PENDING" or not state.settings.manages(job) or (move is None and not had):
+        if not state.settings.manages(job) or (move is None and not had):
             continue
         # 1. It was requeued by others, or is in the queue for another reason.
         if move is None or move.successor != job.key or move.shares:

@@ -63,6 +63,7 @@ class Standings:
         self.moves: Mapping[int, Move] = {move.job.id: move for move in state.memory.moves}
         self._levels: dict[JobKey, int] = {}
         self._quantum_left_s: dict[JobKey, float] = {}
+        self._stays_because: dict[JobKey, str | None] = {}
 
     # --- Levels --------------------------------------------------------------------------------------------
 
@@ -124,8 +125,8 @@ class Standings:
     @cached_property
     def _on_node(self) -> Mapping[str, list[Job]]:
         found: dict[str, list[Job]] = {}
-        for job in self.state.all_jobs:
-            if job.gpus and job.state != "PENDING":
+        for job in self.state.started:
+            if job.gpus:
                 for name in job.nodes:
                     found.setdefault(name, []).append(job)
         return found
@@ -136,8 +137,13 @@ class Standings:
         """Return True if a running job can save a checkpoint and be requeued now."""
         return self.stays_because(job) is None
 
-    def stays_because(self, job: Job) -> str | None:  # noqa: PLR0911 (one for each reason)
+    def stays_because(self, job: Job) -> str | None:
         """Return why a running job keeps its GPUs whoever waits, as a predicate; None if it could make way."""
+        if job.key not in self._stays_because:
+            self._stays_because[job.key] = self._reason_to_stay(job)
+        return self._stays_because[job.key]
+
+    def _reason_to_stay(self, job: Job) -> str | None:  # noqa: PLR0911 (one for each reason)
         state, lease = self.state, job.lease
         if not state.settings.manages(job):
             return "did not opt in" if not job.opted_in else "is in a partition that is not managed"

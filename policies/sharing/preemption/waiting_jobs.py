@@ -8,20 +8,21 @@ too.
 
 from __future__ import annotations
 
-from heapq import nsmallest
-
-from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, SiteRules
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job
 from cadenza.policies.sharing.state.site_limits import Limits
 
 MAX_TESTED = 100
 """Waiting jobs that are looked at in one round. Slurm's backfill looks at 500 (bf_max_job_test); in samples with up to
 50 jobs in the queue no decision differed, and the pass that proves a way takes time for each job before it."""
+PRIORITY_BITS = 32
+"""Bits of a priority in Slurm."""
 
 
 def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]:
     """Return the first jobs of Slurm's queue that wait for GPUs only, whoever's they are, in Slurm's order."""
     pending = [job for job in snapshot.jobs if job.state == "PENDING"]
     limits, now_s, site = Limits(pending), snapshot.time_s, snapshot.site
+    any_met = limits.any_met
     waiting = [
         job
         for job in pending
@@ -29,11 +30,10 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
         and job.state_reason in WAITING_REASONS
         and job.slurm_priority  # 0: held
         and (job.eligible_s or 0.0) <= now_s
-        and not (limits.any_met and limits.reached(job))
+        and not (any_met and limits.reached(job))
     ]
-    return nsmallest(most, waiting, key=lambda job: place_in_queue(job, site))
-
-
-def place_in_queue(job: Job, site: SiteRules) -> tuple[int, int, int]:
-    """Return the sort key of Slurm's queue."""
-    return -site.tier(job.partition), -job.slurm_priority, job.key.id
+    tiers = {name: site.tier(name) << PRIORITY_BITS for name in {job.partition for job in waiting}}
+    places = [tiers[job.partition] + job.slurm_priority for job in waiting]
+    last = sorted(places, reverse=True)[most - 1] if len(places) > most else 0
+    first = [(-place, job.key, job) for place, job in zip(places, waiting, strict=True) if place >= last]
+    return [job for *_, job in sorted(first)[:most]]

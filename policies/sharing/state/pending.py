@@ -73,6 +73,8 @@ def our_pins(snapshot: ClusterSnapshot, memory: Memory) -> list[Job]:
     first: dict[int, int] = {}
     for key in (*memory.placed, *memory.departed):
         first[key.id] = min(key.restart, first.get(key.id, key.restart))
+    if not first:
+        return []
     moves = {move.job.id: move for move in memory.moves if move.nodes}
     pinned = (job for job in snapshot.jobs if job.state == "PENDING" and not job.held and job.required_nodes)
     found = []

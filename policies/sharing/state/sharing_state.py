@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import attrgetter
 
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.core.actions import (
@@ -46,9 +47,14 @@ class SharingState:
     allocate: Allocate
     all_jobs: tuple[Job, ...]
     """All jobs of the snapshot, in order of keys."""
+    queue: tuple[Job, ...]
+    """The pending ones of them; most jobs of a site with a long queue, which few stages have to look at."""
+    started: tuple[Job, ...]
+    """The others."""
+    leased: tuple[Job, ...]
+    """Those that an agent knows."""
     jobs: dict[JobKey, Job]
     """Managed jobs with a lease that run or that we suspended, in order of keys."""
-    hosts: dict[str, HostState]
     groups: tuple[Group, ...]
     """Packed jobs once this round's packs and unpacks are done."""
     relocating: dict[int, Relocating]
@@ -63,6 +69,8 @@ class SharingState:
     # Turns
     yields: list[Yield] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
+    alone: Mapping[JobKey, Lease] = field(default_factory=dict)
+    """Leases of running jobs that have their GPUs to themselves."""
     turn_reasons: dict[JobKey, str] = field(default_factory=dict)
     holders: frozenset[JobKey] = frozenset()
     """Jobs that have GPUs once this round's turns are done."""
@@ -100,23 +108,26 @@ class SharingState:
 
     # Reasons
     placement_reasons: dict[JobKey, str] = field(default_factory=dict)
+    waiting_reasons: Callable[[], Mapping[JobKey, str]] = dict
+    """Reasons of jobs that stay in Slurm's queue, which take time to work out."""
     pack_reasons: Mapping[JobKey, str] = field(default_factory=dict)
     size_reasons: dict[JobKey, str] = field(default_factory=dict)
     keeps_cpus: Mapping[JobKey, str] = field(default_factory=dict)
     """Reason why a job lends no CPUs, by job."""
     repair_reasons: dict[JobKey, str] = field(default_factory=dict)
     """Reason of each job whose processes contradict Slurm's word."""
-    reasons: dict[JobKey, str] = field(default_factory=dict)
+    reasons: Mapping[JobKey, str] = field(default_factory=dict)
     quiet_until_s: float = 0.0
     """Time until which the decision can change by an event only, seconds since the epoch."""
 
     packed: dict[JobKey, JobKey] = field(default_factory=dict)
     """For each packed job the least key of its group."""
-    by_node: dict[str, HostState] = field(default_factory=dict)
-    lanes: dict[str, int] = field(default_factory=dict)
-    """Lane of each Slurm node."""
     further: frozenset[str] = frozenset()
     """Nodes that are further lanes of their host."""
+    _units: Mapping[JobKey, JobKey] = field(default_factory=dict)
+    """``packed`` as the round begins."""
+    _hosts: dict[str, HostState] | None = None
+    _by_node: dict[str, HostState] | None = None
     _ranks: dict[JobKey, int] | None = None
     _by_gpu: dict[Gpu, list[tuple[int, Job]]] | None = None
     _moved_s: dict[int, float] = field(default_factory=dict)
@@ -134,12 +145,14 @@ class SharingState:
         allocate: Allocate,
     ) -> SharingState:
         """Return the state at the beginning of a round."""
-        all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        jobs = {job.key: job for job in all_jobs if job.lease is not None and _is_managed(job, memory, settings)}
+        all_jobs = tuple(sorted(snapshot.jobs, key=attrgetter("key")))
+        queue = tuple([job for job in all_jobs if job.state == "PENDING"])
+        started = tuple([job for job in all_jobs if job.state != "PENDING"])
+        leased = tuple([job for job in all_jobs if job.lease is not None])
+        jobs = {job.key: job for job in leased if _is_managed(job, memory, settings)}
         on_its_way = [(job.key, job.relocating) for job in all_jobs if job.relocating]
         going = [(key, place) for key, place in on_its_way if place.destination]
         groups = standing(memory.sharing.packs, jobs)
-        hosts = observe_hosts(snapshot, settings, group_keys(groups))
         pinned = {key for key, job in jobs.items() if pinned_by_owner(job, memory)}
         state = cls(
             snapshot,
@@ -149,17 +162,17 @@ class SharingState:
             order,
             allocate,
             all_jobs,
+            queue,
+            started,
+            leased,
             jobs,
-            hosts,
             groups,
             {key.id: place for key, place in going},
             frozenset(key.id for key, place in on_its_way if not place.destination),
             fixed=pinned | {key for key, _ in going},
             moves_left=gandiva.moves_per_round,
         )
-        state.packed = group_keys(groups)
-        state.by_node = {node.name: host for host in hosts.values() for node in host.lanes}
-        state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
+        state.packed = state._units = group_keys(groups)
         state._moved_s = dict(memory.sharing.moved_s)
         state.further = frozenset(node.name for node in snapshot.nodes if node.lane > 0)
         state._asked = dict(memory.sharing.asked_gpus)
@@ -181,6 +194,24 @@ class SharingState:
         return Decision(actions, self.memory, self.reasons, 0.0 if actions else self.quiet_until_s)
 
     @property
+    def hosts(self) -> dict[str, HostState]:
+        """Return the hosts with a live agent, as the round has changed them; worked out when they are asked for."""
+        if self._hosts is None:
+            self._hosts = observe_hosts(self.snapshot, self.settings, self._units)
+        return self._hosts
+
+    @property
+    def by_node(self) -> Mapping[str, HostState]:
+        """Return the host of each Slurm node."""
+        if self._by_node is None:
+            self._by_node = {node.name: host for host in self.hosts.values() for node in host.lanes}
+        return self._by_node
+
+    def lane_of(self, name: str) -> int:
+        """Return the lane of a Slurm node whose host has a live agent."""
+        return next(node.lane for node in self.by_node[name].lanes if node.name == name)
+
+    @property
     def ranks(self) -> Mapping[JobKey, int]:
         """Return the place of each managed job in the ordering, 0 first; worked out when it is asked for."""
         if self._ranks is None:
@@ -196,16 +227,16 @@ class SharingState:
         """Return the managed jobs in this Slurm state that an agent knows, in order of keys."""
         return [
             (job, job.lease)
-            for job in self.all_jobs
+            for job in self.leased
             if job.state == state and job.lease is not None and self.settings.manages(job)
         ]
 
     @property
     def by_gpu(self) -> Mapping[Gpu, list[tuple[int, Job]]]:
-        """Return the jobs whose leases have each GPU, with their places in the snapshot."""
+        """Return the jobs whose leases have each GPU, with their places in the order of keys."""
         if self._by_gpu is None:
             self._by_gpu = defaultdict(list)
-            for place, job in enumerate(self.snapshot.jobs):
+            for place, job in enumerate(self.leased):
                 if job.lease is not None:
                     for gpu in job.lease.gpus:
                         self._by_gpu[gpu].append((place, job))

@@ -24,8 +24,8 @@ def with_debts(contenders: Sequence[Contender], state: SharingState) -> list[Con
     for number, contender in latest.items():
         contested = not waiting.isdisjoint(contender.gpus)
         debts[number] = _updated(debts.get(number), contender, state.settings, contested=contested)
-    ids = {job.key.id for job in state.all_jobs}
-    kept = tuple(debts[number] for number in sorted(debts.keys() & ids) if debts[number].owed_s or debts[number].next_s)
+    live = sorted(debts.keys() & state.snapshot.by_id.keys()) if debts else ()
+    kept = tuple(debts[number] for number in live if debts[number].owed_s or debts[number].next_s)
     if kept != state.memory.sharing.debts:
         state.remember(debts=kept)
     owed_s = {latest[debt.id].key: debt.owed_s for debt in kept if debt.owed_s and debt.id in latest}

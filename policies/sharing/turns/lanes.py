@@ -34,6 +34,8 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it:
     with a suspended job Slurm would delete it, and lose the job.
     """
+    if not any(node.lane or node.drained or node.dynamic for node in snapshot.nodes):
+        return ()
     closed = _closed_hosts(snapshot, memory, settings)
     over = _lanes_over_stuck_jobs(snapshot)
     opens = settings.partitions if settings.enforce else frozenset()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from functools import partial
 
 from cadenza.policies.core.actions import (
     Action,
@@ -25,7 +26,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )  # fmt: skip
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.decision import Memory, Sentences
 from cadenza.policies.core.model import MAX_REFUSALS, ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.move import Ordered
 from cadenza.policies.core.text import gpu_names, job_names, jobs_called, lost_text
@@ -53,9 +54,7 @@ def take_turns(state: SharingState) -> None:
     # 1. The jobs that use GPUs or wait for them, packed ones with their partners. A job that has its GPUs alone keeps
     #    them, which is all that a turn would say.
     co_runners = partners(state.groups)
-    alone = _alone(state)
-    for key, own in alone.items():
-        state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
+    alone = state.alone = _alone(state)
     state.holders |= alone.keys()
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
@@ -99,8 +98,7 @@ def list_departures(state: SharingState) -> None:
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
     state.leaving = frozenset(leaving)
-    leased = (j for j in jobs if j.lease is not None)
-    state.giving_back = {j.key: reason for j in leased if (reason := _requeue_reason(j, state, rivals))}
+    state.giving_back = {j.key: reason for j in state.leased if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -112,7 +110,7 @@ def sync_slurm(state: SharingState) -> None:
     resized = {action.job for action in state.moves if isinstance(action, Resize)}
     # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. Whatever the reason,
     #    a job whose word is not enough for that comes later: it stays suspended until they are free.
-    suspended = [job for job in state.all_jobs if _suspended_by_us(job, state)]
+    suspended = [job for job in state.started if _suspended_by_us(job, state)]
     frozen = {job.key for job in suspended if state.stays_frozen(job)}
     saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)}
     unsuspends = [
@@ -139,7 +137,7 @@ def sync_slurm(state: SharingState) -> None:
         if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
     # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended.
-    unpinned, held = pins_over(state), [job for job in state.all_jobs if job.held]
+    unpinned, held = pins_over(state), [job for job in state.queue if not job.slurm_priority]
     releases = [
         Release(
             job.key,
@@ -167,21 +165,30 @@ def release_all(state: SharingState) -> None:
 
 def explain(state: SharingState) -> None:
     """Give every job that opted in a sentence; an action on a job says more than its turn."""
+    state.reasons = Sentences(partial(_sentences, state))
+
+
+def _sentences(state: SharingState) -> dict[JobKey, str]:
+    state.placement_reasons |= state.waiting_reasons()
+    for key, own in state.alone.items():
+        state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
+    found: dict[JobKey, str] = {}
     further = [more for more in (state.stranded, state.size_reasons, state.keeps_cpus) if more]
     for job in state.snapshot.jobs:
         if job.options is not None:
             reason = _reason(job, state)
             if further:
                 reason = "; ".join(filter(None, (reason, *(more.get(job.key) for more in further))))
-            state.reasons[job.key] = reason
+            found[job.key] = reason
     for key, reason in (
         *state.pack_reasons.items(),
         *((action.job, action.reason) for action in state.moves),
         *((key, way.reason) for way in state.ways for key in way.jobs),
         *state.repair_reasons.items(),
     ):
-        if key in state.reasons:
-            state.reasons[key] = reason
+        if key in found:
+            found[key] = reason
+    return found
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
@@ -213,8 +220,8 @@ def _by_priority(state: SharingState, but: Container[JobKey]) -> list[tuple[Job,
         last = {job.key for job in state.all_jobs if not further.isdisjoint(job.nodes) and queue.is_before(job)}
     return [
         (job, LAST_PRIORITY if job.key in last else settings.priority(job))
-        for job in state.all_jobs
-        if job.lease is not None and job.key not in but
+        for job in state.leased
+        if job.key not in but
     ]
 
 
@@ -258,7 +265,10 @@ def _unreported_gpus(job: Job, lease: Lease, state: SharingState) -> frozenset[G
     """
     if job.num_nodes == 1:
         return frozenset()
-    reported, here = {gpu.host for gpu in lease.gpus}, [state.by_node.get(name) for name in job.nodes]
+    reported, host_of = {gpu.host for gpu in lease.gpus}, state.snapshot.host_of
+    if all(host_of.get(name) in reported for name in job.nodes):
+        return frozenset()
+    here = [state.by_node.get(name) for name in job.nodes]
     missing = [host for host in here if host is not None and host.name not in reported and job.key in host.residents]
     return frozenset(Gpu(host.name, index) for host in missing for index in host.expected_gpus(job.key))
 

@@ -1,0 +1,61 @@
+"""Work that rounds leave out: sentences that nobody reads, and rounds while nobody waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from cadenza.policies.core.decision import Decision, Memory, Sentences
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.sharing.turns import slurm_sync
+from cadenza.policies.simulator.run_values import Result
+from cadenza.policies.simulator.simulation import simulate
+from cadenza.slurm_plugin.cli.simulate.request import read_request
+
+
+def run(jobs: list[TraceJob], *, skip: bool = True) -> Result:
+    """Play jobs under the default on one node of four GPUs."""
+    words = defaultdict(lambda: None, share="preemption", nodes="1x4:24:500", workload="synergy:load=8,jobs=10")
+    request = read_request(words, ())
+    return simulate(jobs, request.nodes, request.policy, replace(request.setup, skip=skip))
+
+
+def test_sentences_are_worked_out_once_and_when_they_are_read() -> None:
+    """A decision compares, and is written down, as with a dictionary."""
+    worked_out = []
+
+    def work_out() -> dict[JobKey, str]:
+        worked_out.append(1)
+        return {JobKey(1, 0): "runs"}
+
+    decision = Decision((), Memory(), Sentences(work_out))
+    assert not worked_out
+    assert decision == Decision((), Memory(), {JobKey(1, 0): "runs"})
+    assert dict(decision.reasons) == dict(decision.reasons.items()) == {JobKey(1, 0): "runs"}
+    assert len(worked_out) == 1
+
+
+def test_a_simulation_works_out_no_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads them there: jobs that wait, and one that makes way, have none."""
+
+    def never(_: object) -> dict[JobKey, str]:
+        raise AssertionError("sentences that nobody reads")
+
+    monkeypatch.setattr(slurm_sync, "_sentences", never)
+    long = TraceJob(1, 0.0, 4, 40_000.0, checkpoints=True)
+    short = [TraceJob(number, 8_000.0 * number, 4, 600.0, checkpoints=True) for number in (2, 3)]
+    result = run([long, *short])
+    assert all(job.finish_s is not None for job in result.jobs)
+    assert result.counts.restarts > 0
+
+
+def test_rounds_are_left_out_while_nobody_waits() -> None:
+    """A job alone for ten hours: one look an hour once it can be stopped; the result is the same."""
+    jobs = [TraceJob(1, 0.0, 2, 36_000.0, checkpoints=True), TraceJob(2, 20_000.0, 4, 600.0, checkpoints=True)]
+    few, all_rounds = run(jobs), run(jobs, skip=False)
+    assert few.jobs == all_rounds.jobs
+    alone = run(jobs[:1])
+    assert alone.counts.decided < 30 < alone.counts.rounds
