@@ -50,9 +50,10 @@ from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
 from cadenza.slurm_plugin.cli.site.lane_plan import decode_nodes, lacking, plan_lanes
+from cadenza.slurm_plugin.cli.watch.first_decision import as_if_managed, hidden_gpus
 from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
-from cadenza.slurm_plugin.cli.watch.watch_record import begin
-from cadenza.slurm_plugin.cli.watch.watch_view import Look, view
+from cadenza.slurm_plugin.cli.watch.watch_record import add, begin
+from cadenza.slurm_plugin.cli.watch.watch_view import Look
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
@@ -242,11 +243,13 @@ def cluster(data: bytes) -> object:
 
 
 def watched(data: bytes) -> object:
-    """Return the view of a watch of what squeue and scontrol print, whichever of the two it is."""
+    """Return what a watch makes of what squeue or scontrol prints, whichever of the two it is."""
     text = data.decode(errors="replace")
     hosts = read_hosts(text, "F") if '"nodes"' in text[:20] else live_hosts()
     jobs = read_queue(text, "F", hosts.site).jobs if '"jobs"' in text[:20] else ()
-    return view(Look(1e9, "c", "none", hosts, jobs), begin("c", None, 1e9))
+    look = Look(1e9, "c", "none", hosts, jobs)
+    add(begin("c", None, 1e9), 1e9 + 60.0, jobs, look.idle_waiting)
+    return as_if_managed(jobs, hosts, hidden_gpus(jobs, hosts), 1e9, look.site)
 
 
 @cache
