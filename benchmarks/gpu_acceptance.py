@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
-"""Accept a machine's GPU for Cadenza: one table row a check, at most ten minutes on one GPU.
+"""Accept a machine's GPUs for Cadenza: one table row a check, each in a process with a limit of its own.
 
-It runs from a checkout with the torch that is there (2.4 or later), without an install and without a network. Blocks:
+It runs from a checkout with the torch that is there (2.4 or later), without an install and without a network. Letters:
 A the machine and its link, B the speed of both ways and what stays by NVML, C training that yields is bit-identical and
 what cannot move refuses by name, D a large model, E two processes that alternate under a real agent, F the driver's
 process checkpoint, also of two scripts that alternate, G the agent's figures, H what goes wrong: a full GPU,
-interrupts, kills. Exit status: 0 all that ran passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not
-run" and why, and counts for nothing.
+interrupts, kills, P peers on the same state and packing, R jobs of several ranks in turns under a real agent. Exit
+status: 0 all that ran passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not run" and why, and counts
+for nothing.
+
+With ``--json`` each row is in the file as soon as it has ended, so that a run that is cut keeps what it measured.
+``--remaining`` leaves out the rows that passed before, by the files in a directory: on the same type of GPU, with the
+same torch (major.minor), and at a commit since which the files that the row tests have not changed. Rows that never ran
+come first, then those that failed, then the cheap ones. ``--budget`` leaves out a row that would not fit any more.
 
 ``--simulated`` runs the same checks on the simulated GPU of tests/simulated: its speeds are those of no GPU.
 """
@@ -17,38 +23,41 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_rows import Unit, units
+
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKS = {
-    "moves": ("gpu_checks.py", "ABCH", 165.0),
-    "features": ("gpu_features.py", "BCDFH", 205.0),
-    "processes": ("gpu_checks.py", "CFG", 55.0),
-    "turns": ("gpu_alternation.py", "EF", 175.0),
-}
-"""The script of each process that runs some of the rows, their letters, and its longest time in seconds: ten minutes
-together."""
-LONG_S = 1800.0
-"""Longest time of the turns with --long."""
-LETTERS = "ABCDEFGH"
+RESULTS = Path(__file__).with_name("results")
+LETTERS = "ABCDEFGHPR"
+TOGETHER = 4
+"""Processes that run at once, where none measures time."""
 NO_GPU = 3
-GPU_BYTES, SMALL_BYTES = 512 << 20, 64 << 20
-LINK_BYTES_S = 400 << 20
-"""Memory of the simulated GPU, that of the one on which two jobs take turns, and its link."""
-SIMULATED, SMALL = "SIMULATED_GPUS", "SIMULATED_SMALL"
+FACTS_S = 60.0
+GPU_BYTES, LINK_BYTES_S = 512 << 20, 400 << 20
+"""Memory of the simulated GPU, and its link."""
+SIMULATED = "SIMULATED_GPUS"
+TURNS = {"gpu_alternation.py": (1, 64 << 20), "gpu_ranks.py": (2, 88 << 20)}
+"""Number and memory of the simulated GPUs of scripts whose jobs take turns: a GPU has room for one job, not for two."""
 Row = dict[str, Any]
 
 
 @contextmanager
 def environment(*, simulated: bool) -> Iterator[dict[str, str]]:
-    """Yield the environment of the checks: the package by a link if it is not installed, and the simulated GPU."""
+    """Yield the environment of the checks: the package by a link if it is not installed, and the simulated GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [os.environ.get("PYTHONPATH", "")]
         if importlib.util.find_spec("cadenza") is None:
@@ -61,99 +70,236 @@ def environment(*, simulated: bool) -> Iterator[dict[str, str]]:
             sys.path.insert(0, str(ROOT / "tests" / "simulated"))
             import simulated_gpu  # noqa: PLC0415 - imports torch, which the checks on a GPU do in processes of theirs
 
-            gpu, small = Path(folder) / "gpu", Path(folder) / "small"
-            simulated_gpu.create(gpu, GPU_BYTES, context_bytes=1 << 20, bytes_per_s=LINK_BYTES_S)
-            simulated_gpu.create(small, SMALL_BYTES, context_bytes=1 << 20)
-            found |= {SIMULATED: str(gpu), SMALL: str(small)}
+            simulated_gpu.create(Path(folder) / "gpu", GPU_BYTES, context_bytes=1 << 20, bytes_per_s=LINK_BYTES_S)
+            found[SIMULATED] = str(Path(folder) / "gpu")
+            for script, (count, nbytes) in TURNS.items():
+                places = [Path(folder) / f"{script}{number}" for number in range(count)]
+                for place in places:
+                    simulated_gpu.create(place, nbytes, context_bytes=1 << 20)
+                found[f"{SIMULATED} {script}"] = os.pathsep.join(map(str, places))
             found["LD_LIBRARY_PATH"] = str(simulated_gpu.driver_libraries())
         yield found
 
 
-def run(block: str, options: argparse.Namespace, environment: dict[str, str]) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows of a block and what it said of the machine; a row that its process did not reach has failed."""
-    machine: dict[str, Any] = {}
-    rows: dict[str, Row] = {}
-    script, _, limit_s = BLOCKS[block]
-    if options.long and block == "turns":
-        limit_s, environment = LONG_S, {**environment, "ACCEPTANCE_LONG": "1"}
-    command = [sys.executable, str(Path(__file__).with_name(script)), block, options.rows, options.only]
-    if block == "turns" and SMALL in environment:
-        environment = {**environment, SIMULATED: environment[SMALL]}
+@dataclass
+class Table:
+    """The rows so far, printed and written as they end."""
+
+    json: Path | None
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, row: Row) -> None:
+        """Print a row, and write all rows to a file that is complete at any time."""
+        with self.lock:
+            self.rows.append(row)
+            figures = ", ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in row["figures"].items()
+            )
+            print(f"{row['outcome']:8} {row['name']:50} {'; '.join(filter(None, (row['why'], figures)))}", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file."""
+        if self.json is not None:
+            temporary = self.json.with_name(f".{self.json.name}.new")
+            found = {"machine": self.machine, "rows": self.rows, "passed": not self.count("FAILED")}
+            temporary.write_text(json.dumps(found, indent=1) + "\n")
+            temporary.replace(self.json)
+
+    def count(self, outcome: str) -> int:
+        """Return the number of rows with an outcome."""
+        return sum(row["outcome"] == outcome for row in self.rows)
+
+
+def run(unit: Unit, rows: Sequence[str], variables: dict[str, str], table: Table) -> None:
+    """Run a unit's process; a row that it did not reach has failed."""
+    command = [sys.executable, str(Path(__file__).with_name(unit.script)), "rows", *rows]
+    variables = {**variables, **unit.settings}
+    if own := variables.get(f"{SIMULATED} {unit.script}"):
+        variables[SIMULATED] = own
+    began, ended, missing = time.monotonic(), list[str](), list(rows)
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        try:
-            output = process.communicate(timeout=limit_s)[0]
-        except subprocess.TimeoutExpired:
+
+        def end() -> None:
+            ended.append("limit")
             end_group(process.pid)
-            output = process.communicate()[0]
+
+        timer = threading.Timer(unit.limit_s, end)
+        errors = list[str]()
+        reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+        timer.start()
+        reader.start()
+        for line in process.stdout or ():
+            said = json.loads(line) if line.startswith('{"name"') else {}
+            if said.get("name") in missing:
+                missing.remove(said["name"])
+                table.add(said)
+        process.wait()
+        timer.cancel()
         end_group(process.pid)
-    ended = f"its process ended with {process.returncode} (limit {limit_s:.0f} s)"
-    for line in output.splitlines():
-        said = json.loads(line) if line.startswith("{") else {}
-        machine |= said.get("machine", {})
-        rows |= {name: {"outcome": "FAILED", "why": ended, "figures": {}} for name in said.get("rows", ())}
-        if "name" in said:
-            rows[said["name"]] = said
-    if process.returncode and not rows:
-        rows[block] = {"outcome": "FAILED", "why": ended, "figures": {}}
-    return [{"block": block, **row, "name": name} for name, row in rows.items()], machine
+        reader.join(1.0)
+    last = next((line.strip() for line in reversed(errors) if line.strip()), "")[:200]
+    why = f"over {unit.limit_s:.0f} s" if ended else f"its process ended with {process.returncode}: {last}"
+    for name in missing:
+        table.add({"name": name, "outcome": "FAILED", "why": why, "figures": {}, "seconds": time.monotonic() - began})
 
 
 def end_group(leader: int) -> None:
-    """End what a block has left of its processes."""
-    try:
+    """End the processes that a unit has left."""
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def show(row: Row) -> None:
-    """Print a row of the table."""
-    figures = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in row["figures"].items()
-    )
-    print(f"{row['outcome']:8} {row['name']:50} {'; '.join(filter(None, (row['why'], figures)))}", flush=True)
+def facts(variables: dict[str, str]) -> dict[str, Any]:
+    """Return what identifies the machine and the checkout."""
+    command = [sys.executable, str(Path(__file__).with_name("gpu_checks.py")), "facts"]
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(f"the machine's facts are not known: the process ended with {done.returncode}")
+    said: dict[str, Any] = json.loads(lines[-1])["machine"]
+    return {**said, "commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+
+
+def git(*words: str) -> str:
+    """Return what git says of this checkout, "" without git."""
+    if shutil.which("git") is None:
+        return ""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def unchanged(commit: str, files: Sequence[str]) -> bool:
+    """Return True if some paths are as they were at a commit, also in the working tree."""
+    if not re.fullmatch("[0-9a-f]{40}", commit) or shutil.which("git") is None:
+        return False
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "--", *files]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@dataclass
+class Past:
+    """The results of a row before."""
+
+    outcomes: list[str] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
+    """Commits at which it passed, in a checkout without changes."""
+    seconds: float = 0.0
+
+
+def past_results(folder: Path, machine: dict[str, Any]) -> dict[str, Past]:
+    """Return the results on this type of GPU with this torch, by the rows' names."""
+    found: dict[str, Past] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            said = json.loads(file.read_text())
+            like = all(_kind(said["machine"])[key] == value for key, value in _kind(machine).items())
+            rows = [(row["name"], row["outcome"], float(row.get("seconds", 0.0))) for row in said["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):  # a benchmark of another kind
+            continue
+        for name, outcome, seconds in rows if like else ():
+            one = found.setdefault(name, Past())
+            one.outcomes.append(outcome)
+            one.seconds = max(one.seconds, seconds)
+            if outcome == "passed" and not said["machine"].get("changed"):
+                one.commits.append(str(said["machine"].get("commit", "")))
+    return found
+
+
+def _kind(machine: dict[str, Any]) -> dict[str, Any]:
+    """Return what two machines must have in common, so that a row that passed on one need not run on the other."""
+    return {"device": machine.get("device"), "torch": ".".join(str(machine.get("torch", "")).split(".")[:2])}
+
+
+def remaining(rows: Sequence[str], unit: Unit, past: dict[str, Past]) -> list[str]:
+    """Return the rows of a unit that have not passed; all that need it, since they look at one run."""
+    open_rows = [name for name in rows if not any(unchanged(one, unit.files) for one in past.get(name, Past()).commits)]
+    return list(rows) if open_rows else []
+
+
+def urgency(rows: Sequence[str], unit: Unit, past: dict[str, Past]) -> tuple[int, float]:
+    """Return the key by which units run: those that never ran, those that failed, and then the cheap ones."""
+    known = [past[name] for name in rows if name in past]
+    ran = [one for one in known if {"passed", "FAILED"} & set(one.outcomes)]
+    rank = 0 if not ran else 1 if any(one.outcomes[-1] == "FAILED" for one in ran) else 2
+    return rank, expected_s(rows, unit, past)
+
+
+def expected_s(rows: Sequence[str], unit: Unit, past: dict[str, Past]) -> float:
+    """Return the time that a unit took at most before, or half its limit."""
+    return sum(past[name].seconds for name in rows if name in past) or unit.limit_s / 2
+
+
+def in_time(chosen: list[tuple[Unit, list[str]]], variables: dict[str, str], table: Table, options: Any) -> None:
+    """Run units by their urgency; several at once where none measures time, and none that does not fit the budget."""
+    past = past_results(options.results, table.machine)
+    ends = time.monotonic() + options.budget if options.budget else float("inf")
+    ordered = sorted(chosen, key=lambda one: urgency(one[1], one[0], past))
+
+    def start(one: tuple[Unit, list[str]]) -> None:
+        unit, rows = one
+        needed = expected_s(rows, unit, past)
+        if time.monotonic() + needed <= ends:
+            run(unit, rows, variables, table)
+            return
+        for name in rows:
+            why = f"takes about {needed:.0f} s, and the budget leaves {max(0.0, ends - time.monotonic()):.0f}"
+            table.add({"name": name, "outcome": "not run", "why": why, "figures": {}, "seconds": 0.0})
+
+    for rank in range(3):
+        mine = [one for one in ordered if urgency(one[1], one[0], past)[0] == rank]
+        with ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
+            list(pool.map(start, [one for one in mine if not one[0].alone]))
+        for one in mine:
+            if one[0].alone:
+                start(one)
 
 
 def main() -> int:
-    """Run the blocks, print the table, and return the exit status."""
+    """Run the rows, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine's facts there")
-    parser.add_argument("--only", default=",".join(LETTERS), help="blocks to run, by letter: %(default)s")
+    parser.add_argument("--only", default=",".join(LETTERS), help="rows to run, by letter: %(default)s")
     parser.add_argument(
         "--long", action="store_true", help="let two jobs take turns of 60 s, which takes ten minutes more"
     )
     parser.add_argument(
         "--rows", default="", metavar="TEXTS", help="only the rows whose name has one of these texts, between commas"
     )
+    parser.add_argument("--remaining", action="store_true", help="only the rows that have not passed on such a GPU")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="results before, for --remaining: %(default)s"
+    )
+    parser.add_argument("--budget", type=float, metavar="S", help="leave out what does not fit into these seconds")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU of tests/simulated")
     options = parser.parse_args()
     if unknown := set(options.only.split(",")) - set(LETTERS):
-        parser.error(f"no such block: {', '.join(sorted(unknown))}")
-    machine: dict[str, Any] = {}
-    rows: list[Row] = []
+        parser.error(f"no such rows: {', '.join(sorted(unknown))}")
     with environment(simulated=options.simulated) as variables:
-        for block, (_, letters, _) in BLOCKS.items():
-            if not set(letters) & set(options.only):
-                continue
-            found, facts = run(block, options, variables)
-            if "no_gpu" in facts:
-                print(f"no GPU: {facts['no_gpu']}")
-                return NO_GPU
-            if facts and not machine:
-                print(", ".join(f"{name} {value}" for name, value in facts.items()))
-            machine |= facts
-            for row in found:
-                show(row)
-            rows += found
-    failed = sum(row["outcome"] == "FAILED" for row in rows)
-    missing = sum(row["outcome"] == "not run" for row in rows)
-    print(f"{len(rows) - failed - missing} passed, {failed} failed, {missing} not run")
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows, "passed": not failed}, indent=1))
-    return int(failed > 0)
+        if options.long:
+            variables["ACCEPTANCE_LONG"] = "1"
+        machine = facts(variables)
+        if "no_gpu" in machine:
+            print(f"no GPU: {machine['no_gpu']}")
+            return NO_GPU
+        print(", ".join(f"{name} {value}" for name, value in machine.items()))
+        table = Table(options.json, machine)
+        past, chosen = past_results(options.results, machine), list[tuple[Unit, list[str]]]()
+        for unit in units("simulated" if options.simulated else "cuda", long=options.long):
+            wanted = [name for name in unit.rows if name.split()[0] in options.only]
+            rows = [name for name in wanted if any(text in name for text in options.rows.split(","))]
+            rows = remaining(rows, unit, past) if options.remaining else rows
+            if rows:
+                chosen.append((unit, rows))
+        in_time(chosen, variables, table, options)
+    print(f"{table.count('passed')} passed, {table.count('FAILED')} failed, {table.count('not run')} not run")
+    table.write()
+    return int(table.count("FAILED") > 0)
 
 
 if __name__ == "__main__":

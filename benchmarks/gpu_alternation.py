@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""The block *turns* of ``gpu_acceptance.py``: two training jobs take turns on one GPU under a real agent.
+"""The rows of ``gpu_acceptance.py`` in which two training jobs take turns on one GPU under a real agent.
 
-``gpu_alternation.py turns TEXTS LETTERS`` prints a JSON line for each row whose name has one of TEXTS and begins with
-one of LETTERS. ``gpu_alternation.py job OUT [STEPS]`` is one of the jobs; it writes a line for each boundary, with the
-moments at which it began and ended, and the loss in hexadecimal. ``plain`` instead of ``job`` is a script that knows
-nothing of Cadenza; its line is of the step.
+``gpu_alternation.py rows NAME …`` prints a JSON line for each row. ``gpu_alternation.py job OUT [STEPS]`` is one of the
+jobs; it writes a line for each boundary, with the moments at which it began and ended, and the loss in hexadecimal.
+``plain`` instead of ``job`` is a script that knows nothing of Cadenza; its line is of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import Figures, NotRunError, check, chosen, require, tell
+from gpu_rows import Figures, NotRunError, check, require
 from registered_job import registered
 
 from cadenza.sidecar import wire
@@ -62,6 +61,8 @@ class Job:
     context: int = 0
     freed: int = 0
     """Its bytes by NVML before its training, and after it once it has freed all it can; 0 for one that was killed."""
+    said: dict[str, int] = field(default_factory=dict)
+    """The figures that it has written."""
     rows: list[tuple[float, float, str]] = field(default_factory=list)
     """When each boundary began and ended, and the loss before it."""
 
@@ -69,9 +70,14 @@ class Job:
         """Take what the job has written so far."""
         lines = self.out.read_text().splitlines(keepends=True) if self.out.exists() else []
         whole = [line.split() for line in lines if line.endswith("\n")]
-        said = {words[0]: int(words[1]) for words in whole if len(words) == 2}  # noqa: PLR2004
-        self.context, self.freed = said.get("context", 0), said.get("freed", 0)
+        self.said = {words[0]: int(words[1]) for words in whole if len(words) == 2}  # noqa: PLR2004
+        self.context, self.freed = self.said.get("context", 0), self.said.get("freed", 0)
         self.rows = [(float(words[0]), float(words[1]), words[2]) for words in whole if len(words) == 3]  # noqa: PLR2004
+
+    @property
+    def pids(self) -> set[int]:
+        """Its processes, as far as it names them."""
+        return {self.process.pid, *(value for key, value in self.said.items() if key.startswith("pid"))}
 
     @property
     def turns(self) -> int:
@@ -172,9 +178,9 @@ def until(condition: Callable[[], object], what: str) -> None:
 class Alternation:
     """Two jobs that have taken turns, and the losses of the same job alone."""
 
-    def __init__(self, folder: Path, role: str) -> None:
+    def __init__(self, folder: Path, role: str, gpus: Sequence[int] = (0,)) -> None:
         folder.mkdir()
-        self._folder, self._role = folder, role
+        self._folder, self._role, self._gpus = folder, role, gpus
         self._devices = nvml_devices()
         self.jobs: list[Job] = []
 
@@ -208,9 +214,12 @@ class Alternation:
     def _start(self, number: int, place: Path) -> Job:
         out = self._folder / f"job{number}"
         variables = {"SLURM_JOB_ID": str(number), wire.SOCKET_ENV: str(place)}
-        script = [sys.executable, __file__, self._role, str(out)]
-        command = registered(place, number, [0], *script, granted=self._role == "plain")
+        command = registered(place, number, self._gpus, *self.command(out), granted=self._role == "plain")
         return Job(out, subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL))
+
+    def command(self, out: Path, *words: str) -> list[str]:
+        """Return the command of a job."""
+        return [sys.executable, __file__, self._role, str(out), *words]
 
     def _have_turned(self) -> bool:
         for job in self.jobs:
@@ -218,7 +227,7 @@ class Alternation:
             require(job.process.poll() is None, f"a job has ended with {job.process.returncode}: {self._log()}")
         for gpu in self._devices:
             for pid, nbytes in (gpu.processes() or {}).items():
-                job = next((one for one in self.jobs if one.process.pid == pid and one.rows), None)
+                job = next((one for one in self.jobs if pid in one.pids and one.rows), None)
                 if job is not None and nbytes is not None:
                     job.fewest_bytes = nbytes if job.fewest_bytes is None else min(job.fewest_bytes, nbytes)
         return all(job.turns >= TURNS for job in self.jobs)
@@ -242,7 +251,7 @@ class Alternation:
     def _alone(self) -> Job:
         """The same job without another."""
         steps, out = max(len(job.rows) for job in self.finished()), self._folder / "alone"
-        command = [sys.executable, __file__, self._role, str(out), str(steps)]
+        command = self.command(out, str(steps))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             require(process.wait() == 0, "the job alone has failed")
         job = Job(out, process)
@@ -298,8 +307,8 @@ class Alternation:
         require(row["ratio"] <= OVERHEAD, f"over {OVERHEAD:.0%} of an iteration")
 
 
-def main(part: str, letters: str) -> None:
-    """Run the block."""
+def main(*wanted: str) -> None:
+    """Run rows."""
     with tempfile.TemporaryDirectory() as folder:
         turns, plain = Alternation(Path(folder) / "job", "job"), Alternation(Path(folder) / "plain", "plain")
         groups: tuple[dict[str, Callable[[Figures], None]], ...] = (
@@ -315,8 +324,6 @@ def main(part: str, letters: str) -> None:
                 "F both scripts compute what they compute alone": plain.same,
             },
         )
-        wanted = chosen(itertools.chain(*groups), part, letters)
-        tell(rows=wanted)
         for group in groups:
             first, needed = next(iter(group)), not set(group).isdisjoint(wanted)
             for name, look in group.items():

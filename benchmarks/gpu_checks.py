@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""The checks of ``gpu_acceptance.py``, one block a process.
+"""The checks of ``gpu_acceptance.py`` on the engine and the driver in one process.
 
-``gpu_checks.py BLOCK TEXTS LETTERS`` prints a JSON line for each row whose name has one of TEXTS and begins with one of
-LETTERS. With $SIMULATED_GPUS the GPU is the simulated one. Other first words of the command line are processes that a
-check starts.
+``gpu_checks.py rows NAME …`` prints a JSON line for each row, and ``gpu_checks.py facts`` one of the machine. With
+$SIMULATED_GPUS the GPU is the simulated one. Other first words of the command line are processes that a check starts.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import functools
 import gc
 import io
-import json
 import os
 import random
 import signal
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_rows import Figures, MissedError, NotRunError, check, chosen, require, tell
+from gpu_rows import SPEEDS, Figures, MissedError, NotRunError, check, require, speed_row, tell
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
@@ -53,8 +51,6 @@ class Scale:
     """Sizes in MiB and limits of one type of GPU."""
 
     kind: str
-    speeds: tuple[tuple[int, int, float], ...]
-    """MiB of state, KiB of a tensor, and the least share of a plain pinned copy's speed."""
     state: int
     kept: int
     """The most memory that may stay beyond that of a process which has only multiplied two matrices."""
@@ -72,13 +68,10 @@ class Scale:
 
 SCALES = {
     "cuda": Scale(
-        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (64 << 10, 1 << 16, 0.9),
-                 (1 << 10, 32, 0.5)),
-        state=8 << 10, kept=64, rounds=5, cycles=10, grown=16, models=1.0, yields=20, interrupts=20,
+        "cuda", state=8 << 10, kept=64, rounds=5, cycles=10, grown=16, models=1.0, yields=20, interrupts=20,
     ),
     "simulated": Scale(
-        "simulated", ((24, 1 << 12, 0.5), (4, 32, 0.2)),
-        state=12, kept=2, rounds=3, cycles=3, grown=16, models=0.05, yields=2, interrupts=5,
+        "simulated", state=12, kept=2, rounds=3, cycles=3, grown=16, models=0.05, yields=2, interrupts=5,
     ),
 }  # fmt: skip
 
@@ -216,14 +209,14 @@ class PlainCopy:
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self._gpu = gpu
-        self._there = torch.ones(min(nbytes, 4 << 30), dtype=torch.uint8, device=gpu.place)
-        self._host = torch.ones_like(self._there, device="cpu")
+        self.there = torch.ones(min(nbytes, 4 << 30), dtype=torch.uint8, device=gpu.place)
+        self._host = torch.ones_like(self.there, device="cpu")
         code = gpu.accelerator.register_host(self._host.data_ptr(), self._host.nbytes)
         require(code == 0, f"host memory cannot be pinned: CUDA error {code}")
 
     def rate(self, *, out: bool) -> float:
         """Copy once; return bytes a second."""
-        target, source = (self._host, self._there) if out else (self._there, self._host)
+        target, source = (self._host, self.there) if out else (self.there, self._host)
         started = time.monotonic()
         target.copy_(source, non_blocking=True)
         self._gpu.accelerator.synchronize(self._gpu.place)
@@ -234,26 +227,38 @@ class PlainCopy:
         self._gpu.accelerator.unregister_host(self._host.data_ptr())
 
 
-def speed(gpu: Gpu, row: Figures, mib: int, kib: int, share: float) -> None:
-    """Yield and resume some MiB in tensors of some KiB, in turns with a plain copy; the best of each is compared."""
+def speed(gpu: Gpu, row: Figures, kib: int, count: int, share: float) -> None:
+    """Yield and resume some tensors of some KiB after some plain copies; the best of each is compared.
+
+    The survey, which finds and examines the tensors while the GPU waits, counts as time of the yield.
+    """
+    mib = kib * count >> 10
     room = [gpu.accelerator.total(gpu.place) >> 20, available_mib()]
     needed = 1.1 * mib + min(mib, 4096) + 1024
     if gpu.scale.kind == "cuda" and needed > min(room):
         raise NotRunError(f"takes {needed:.0f} MiB, and there are {room[0]} on the GPU and {room[1]} of host memory")
-    tensors, offload = gpu.tensors(mib, kib), Offload()
-    segments = segments_of(tensors)
-    plain = PlainCopy(gpu, mib << 20)  # its memory is not registered, so it comes after the survey
-    rounds = []
-    for _ in range(1 + gpu.scale.rounds):  # the first pins the memory
-        plain_out, out = plain.rate(out=True), offload.offload(segments)
-        plain_back, back = plain.rate(out=False), offload.restore()
-        rounds.append((out.nbytes / out.seconds, plain_out, back.nbytes / back.seconds, plain_back))
-    best = [max(column) for column in zip(*rounds[1:], strict=True)]
-    row |= {"out_s": out.nbytes / best[0], "out_GB_s": best[0] / 1e9, "out_ratio": best[0] / best[1]}
-    row |= {"back_s": out.nbytes / best[2], "back_GB_s": best[2] / 1e9, "back_ratio": best[2] / best[3]}
-    row["pinning_s"] = out.nbytes / rounds[0][0] - out.nbytes / best[0]
+    plain = PlainCopy(gpu, mib << 20)
+    peers = [max(plain.rate(out=way) for _ in range(gpu.scale.rounds)) for way in (True, False)]
     plain.close()
+    del plain  # its memory is not registered
+    gpu.accelerator.empty_cache()
+    offload, times = Offload(), list[tuple[float, float, float]]()
+    tensors = [torch.full((kib << 10,), n % 251, dtype=torch.uint8, device=gpu.place) for n in range(count)]
+    for _ in range(1 + gpu.scale.rounds):  # the first pins the memory
+        began = time.monotonic()
+        plan = survey([("tensors", tensors)])
+        survey_s = time.monotonic() - began
+        require(plan.refusal is None, f"refused: {plan.refusal}")
+        times.append((survey_s, survey_s + offload.offload(plan.segments).seconds, offload.restore().seconds))
+    row["survey_s"], row["out_s"], row["back_s"] = (min(column) for column in zip(*times[1:], strict=True))
+    row |= {"MiB": plan.nbytes / MIB, "pinning_s": times[0][1] - row["out_s"]}
+    for way, peer in zip(("out", "back"), peers, strict=True):
+        row |= {
+            f"{way}_GB_s": plan.nbytes / row[f"{way}_s"] / 1e9,
+            f"{way}_ratio": plan.nbytes / row[f"{way}_s"] / peer,
+        }
     offload.close()
+    require(all(int(one[0]) == int(one[-1]) == n % 251 for n, one in enumerate(tensors)), "the content differs")
     require(min(row["out_ratio"], row["back_ratio"]) >= share, f"below {share:.0%} of the plain copy")
 
 
@@ -548,22 +553,6 @@ def work(mib: str) -> None:
         gpu.accelerator.synchronize(gpu.place)
 
 
-def two_ranks(gpu: Gpu, row: Figures) -> None:
-    """Train with two ranks over NCCL, alone and with yields."""
-    count = gpu.accelerator.module.device_count()
-    if gpu.scale.kind != "cuda" or count < 2:  # noqa: PLR2004
-        raise NotRunError(f"needs two GPUs of NVIDIA, and there are {count if gpu.scale.kind == 'cuda' else 0}")
-    import tempfile  # noqa: PLC0415
-
-    with tempfile.TemporaryDirectory() as folder:
-        commands = [[sys.executable, __file__, "rank", str(rank), folder, "nccl"] for rank in range(2)]
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-        found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for rank in ranks]
-    row |= found[0]
-    require(all(one["identical"] for one in found), "the ranks computed something else than without yields")
-    require(all(one["sum_after"] == len(found) for one in found), "a sum after NCCL's resume is wrong")
-
-
 def rank(number: str, folder: str, backend: str, ranks: str = "2") -> None:
     """Be one of some ranks; without NCCL on the CPU."""
     import offload_jobs  # noqa: PLC0415
@@ -599,18 +588,11 @@ def suspended(gpu: Gpu) -> Figures:
 Check = Callable[[Gpu, Figures], None]
 
 
-def checks_of(block: str, scale: Scale) -> dict[str, Check]:
-    """Return the checks of a block by the names of their rows."""
-    if block == "processes":
-        return {
-            "F process checkpoint by the driver": process_checkpoint,
-            "F mappings of managed memory": managed_memory,
-            "G the agent's figures are those of torch": figures,
-            "C NCCL with two ranks": two_ranks,
-        }
+def checks(scale: Scale) -> dict[str, Check]:
+    """Return the checks by the names of their rows."""
     speeds: dict[str, Check] = {
-        f"B speed of {mib} MiB in tensors of {kib} KiB": functools.partial(speed, mib=mib, kib=kib, share=share)
-        for mib, kib, share in scale.speeds
+        speed_row(mib, kib): functools.partial(speed, kib=kib, count=count, share=share)
+        for mib, kib, count, share in SPEEDS[scale.kind]
     }
     return {
         "A the link": link,
@@ -622,6 +604,9 @@ def checks_of(block: str, scale: Scale) -> dict[str, Check]:
         "C unregistered memory is counted": counted,
         "C unregistered memory above the limit refuses": refused,
         "C a CUDA graph and a pool refuse by name": fixed,
+        "F process checkpoint by the driver": process_checkpoint,
+        "F mappings of managed memory": managed_memory,
+        "G the agent's figures are those of torch": figures,
         "H a full GPU at the resume": full,
         "H a checkpoint while the state is away": checkpoint,
         "H interrupts in the copy": interrupts,
@@ -629,21 +614,19 @@ def checks_of(block: str, scale: Scale) -> dict[str, Check]:
     }
 
 
-def main(block: str, *words: str) -> None:
-    """Run a block, or be one of the processes that a check starts."""
-    if role := {"fill": fill, "hold": hold, "rank": rank, "work": work}.get(block):
-        role(*words)
+def main(role: str, *words: str) -> None:
+    """Run rows, tell the machine's facts, or be one of the processes that a check starts."""
+    if other := {"fill": fill, "hold": hold, "rank": rank, "work": work}.get(role):
+        other(*words)
         return
     gpu = Gpu()
-    checks = checks_of(block, gpu.scale)
-    found = {name: checks[name] for name in chosen(checks, *words)}
-    tell(machine=gpu.facts(), rows=list(found))
+    if role == "facts":
+        tell(machine=gpu.facts())
+        return
     if gpu.scale.kind == "cuda":  # the simulated GPU has no others, and the call takes a second
         torch.use_deterministic_algorithms(mode=True)
-    for name, look in found.items():
-        check(name, lambda row, look=look: look(gpu, row))  # type: ignore[misc]
-        gc.collect()
-        gpu.accelerator.empty_cache()
+    for name in words:
+        check(name, functools.partial(checks(gpu.scale)[name], gpu))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""The block *features* of ``gpu_acceptance.py``: settings of torch and kinds of jobs, each in a process of its own.
+"""The checks of ``gpu_acceptance.py`` on settings of torch and kinds of jobs, each in a process of its own.
 
-``gpu_features.py features TEXTS LETTERS`` prints a JSON line for each row. ``gpu_features.py be ROLE`` is the process
-of a row: it prints its figures, or the reason why the row has failed.
+``gpu_features.py rows NAME …`` prints a JSON line for each row.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import gpu_addresses
 import torch
 from gpu_checks import MIB, Gpu, PlainCopy, available_mib
-from gpu_rows import Figures, MissedError, NotRunError, check, chosen, require, tell
+from gpu_rows import Figures, NotRunError, check, require
 from torch import nn
 from torch.nn import functional
 
@@ -31,7 +30,6 @@ from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import survey
 
 PATIENCE_S = 100.0
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 STEPS, STOPS = 6, (2, 4)
 """Steps of the large model, and those after which it yields."""
 RESERVE_S = 0.5
@@ -374,67 +372,33 @@ def _needs_nccl() -> None:
 
 Check = Callable[[Gpu, Figures], None]
 SIMULATED = bool(os.environ.get("SIMULATED_GPUS"))
-ROLES: dict[str, tuple[Check, dict[str, str]]] = {
-    "C torch.compile computes the same": (compiled, {}),
-    "C expandable segments leave the GPU": (expandable, {ALLOCATOR: "expandable_segments:True"}),
-    "C memory of a side stream comes back on it": (side_stream, {}),
-    "C DDP and FSDP with one rank": (one_rank, {}),
-    "C torch.compile's CUDA graphs refuse by name": (cudagraph_trees, {}),
-    "C a graph behind gc.freeze() refuses": (hidden_graph, {}),
-    "C cudaMallocAsync refuses by name": (async_allocator, {ALLOCATOR: "backend:cudaMallocAsync"}),
-    "C addresses that stay: CUDA graphs, 50 yields": (functools.partial(gpu_addresses.row, "graphs"), {}),
-    "B addresses that stay: 512 segments of 2 MiB": (functools.partial(gpu_addresses.row, "small"), {}),
-    "B addresses that stay: 40 GiB": (functools.partial(gpu_addresses.row, "large"), {}),
-    "D a large language model": (large_model, {}),
-    "F the driver's trial of doctor --gpu": (driver_trial, {}),
-    "F NCCL's watchdog keeps a process from freezing": (watchdog, {}),
-    "H a process killed in its copies": (killed, {}),
-    "H host memory that is short refuses": (short_host, {}),
+CHECKS: dict[str, Check] = {
+    "C torch.compile computes the same": compiled,
+    "C expandable segments leave the GPU": expandable,
+    "C memory of a side stream comes back on it": side_stream,
+    "C DDP and FSDP with one rank": one_rank,
+    "C torch.compile's CUDA graphs refuse by name": cudagraph_trees,
+    "C a graph behind gc.freeze() refuses": hidden_graph,
+    "C cudaMallocAsync refuses by name": async_allocator,
+    **{name: functools.partial(gpu_addresses.row, word) for word, name in gpu_addresses.NAMES.items()},
+    "D a large language model": large_model,
+    "F the driver's trial of doctor --gpu": driver_trial,
+    "F NCCL's watchdog keeps a process from freezing": watchdog,
+    "H a process killed in its copies": killed,
+    "H host memory that is short refuses": short_host,
 }
-"""The check of each row, and the environment of its process."""
+"""The check of each row."""
 
 
-def in_process(name: str, row: Figures) -> None:
-    """Run a row's check in a process of its own, which ends with a line of JSON."""
-    settings = ROLES[name][1]
-    command = [sys.executable, __file__, "be", name]
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    require(lines, f"its process ended with {done.returncode}")
-    found = json.loads(lines[-1])
-    row |= found["figures"]
-    if found["outcome"] != "passed":
-        raise (NotRunError if found["outcome"] == "not run" else MissedError)(found["why"])
-
-
-def be(name: str) -> None:
-    """Be the process of a row."""
+def main(role: str, *names: str) -> None:
+    """Run rows, or be the process that a check kills."""
+    if role == "move":
+        move()
+        return
     gpu = Gpu()
-    check(name, lambda row: ROLES[name][0](gpu, row))
-
-
-def main(text: str, letters: str) -> None:
-    """Run the block; on a GPU this process uses none itself, which would keep memory there."""
-    rows = chosen(ROLES, text, letters)
-    tell(rows=rows)
-    if SIMULATED:
-        gpu = Gpu() if rows else None
-        for name in rows:
-            check(name, functools.partial(ROLES[name][0], gpu))
-        return
-    if not torch.cuda.is_available():
-        tell(machine={"no_gpu": f"torch {torch.__version__} finds none"})
-        return
-    for name in rows:
-        check(name, functools.partial(in_process, name))
+    for name in names:
+        check(name, functools.partial(CHECKS[name], gpu))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "move":
-        move()
-    elif sys.argv[1] == "be":
-        be(sys.argv[2])
-    else:
-        main(*sys.argv[2:])
+    main(*sys.argv[1:])

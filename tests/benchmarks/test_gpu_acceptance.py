@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_acceptance
+import gpu_rows
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,13 +20,17 @@ NEEDS_A_GPU = {
     "C a CUDA graph and a pool refuse by name",
     "C expandable segments leave the GPU",
     "C DDP and FSDP with one rank",
-    "C NCCL with two ranks",
     "C torch.compile's CUDA graphs refuse by name",
     "C a graph behind gc.freeze() refuses",
     "C cudaMallocAsync refuses by name",
     "F mappings of managed memory",
     "F the driver's trial of doctor --gpu",
     "F NCCL's watchdog keeps a process from freezing",
+    "R FSDP2 with 2 ranks in turns under an agent",
+    "R DDP with 8 ranks in turns under an agent",
+    "R FSDP2 with 8 ranks in turns under an agent",
+    "R DDP and a second group with 8 ranks in turns under an agent",
+    "R NCCL's memory is given back and comes back",
 }
 
 pytestmark = [
@@ -50,7 +56,10 @@ def test_all_that_needs_no_gpu_passes_on_the_simulated_one(tmp_path: Path) -> No
     code, rows = accepted(tmp_path)
     assert {name for name, row in rows.items() if row["outcome"] == "FAILED"} == set(), rows
     assert {name: row["why"] for name, row in rows.items() if row["outcome"] == "not run"}.keys() == NEEDS_A_GPU
-    assert (code, len(rows)) == (0, 40)
+    assert (code, len(rows)) == (0, sum(len(unit.rows) for unit in gpu_rows.units("simulated", long=False)))
+    assert rows["B speed of 8 MiB in tensors of 64 KiB"]["figures"]["survey_s"] > 0
+    assert rows["R DDP with 2 ranks in turns under an agent"]["figures"]["turns"] >= 4
+    assert rows["R DDP with 2 ranks in turns under an agent"]["figures"]["job1_away_MiB"] > 10  # its buckets
     assert rows["B the GPU is free after a yield"]["figures"]["held_MiB"] > 12
     assert rows["H interrupts in the copy"]["figures"]["interrupts"] == 5
 
@@ -83,3 +92,101 @@ def test_a_machine_with_torch_alone_runs_all_but_the_agent(tmp_path: Path) -> No
     assert code == 0
     assert {row["outcome"] for row in rows.values()} == {"not run"}
     assert "no msgspec here" in rows["E two processes alternate on one GPU"]["why"]
+
+
+# --- which rows run, and what a cut leaves ------------------------------------------------------------------
+
+MACHINE = {"device": "H100", "torch": "2.11.0+cu130"}
+UNIT = gpu_rows.Unit("x.py", ("B one",), 40, ("README.md",))
+
+
+def results(folder: Path, outcome: str, commit: str, **machine: Any) -> None:
+    rows = [{"name": "B one", "outcome": outcome, "why": "", "figures": {}, "seconds": 9.0}]
+    found = {"machine": {**MACHINE, "commit": commit, **machine}, "rows": rows}
+    (folder / f"{len(list(folder.iterdir()))}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "machine", "left"),
+    [
+        ("passed", {}, []),
+        ("passed", {"torch": "2.11.1"}, []),
+        ("passed", {"torch": "2.12.0"}, ["B one"]),
+        ("passed", {"device": "A100"}, ["B one"]),
+        ("passed", {"commit": ""}, ["B one"]),
+        ("passed", {"commit": "0" * 40}, ["B one"]),
+        ("passed", {"changed": True}, ["B one"]),
+        ("FAILED", {}, ["B one"]),
+        ("not run", {}, ["B one"]),
+    ],
+)
+def test_rows_remain_that_never_passed_on_such_a_gpu(
+    tmp_path: Path, outcome: str, machine: dict[str, Any], left: list[str]
+) -> None:
+    commit = gpu_acceptance.git("log", "-1", "--format=%H", "--", "README.md")
+    if not gpu_acceptance.unchanged(commit, ["README.md"]):
+        pytest.skip("needs git, and a README as it was committed")
+    results(tmp_path, outcome, **{"commit": commit, **machine})
+    (tmp_path / "other.json").write_text('{"rows": 3}')
+    past = gpu_acceptance.past_results(tmp_path, {**MACHINE, "commit": "x"})
+    assert gpu_acceptance.remaining(UNIT.rows, UNIT, past) == left
+
+
+def test_a_row_whose_files_changed_since_it_passed_remains(tmp_path: Path) -> None:
+    commits = gpu_acceptance.git("log", "-2", "--format=%H", "--", "CHANGELOG.md").splitlines()
+    if len(commits) < 2:
+        pytest.skip("needs git's history")
+    results(tmp_path, "passed", commits[1])
+    unit = gpu_rows.Unit("x.py", ("B one",), 40, ("CHANGELOG.md",))
+    assert gpu_acceptance.remaining(unit.rows, unit, gpu_acceptance.past_results(tmp_path, MACHINE)) == ["B one"]
+
+
+def test_rows_that_never_ran_come_first_then_failed_ones_then_cheap_ones(tmp_path: Path) -> None:
+    results(tmp_path, "FAILED", "")
+    past = gpu_acceptance.past_results(tmp_path, MACHINE)
+    past["B two"] = gpu_acceptance.Past(["passed"], [], 3.0)
+    past["B three"] = gpu_acceptance.Past(["passed"], [], 2.0)
+    names = ["B two", "B three", "B one", "B four"]
+    found = sorted(names, key=lambda name: gpu_acceptance.urgency([name], UNIT, past))
+    assert found == ["B four", "B one", "B three", "B two"]
+
+
+def test_each_row_is_in_the_file_when_it_ends_and_a_hanging_one_costs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "rows.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "for name in sys.argv[2:]:\n"
+        "    if 'hangs' in name: time.sleep(600)\n"
+        "    if 'dies' in name: sys.exit('it broke')\n"
+        "    print(json.dumps(dict(name=name, outcome='passed', why='', figures={}, seconds=0.1)), flush=True)\n"
+    )
+    monkeypatch.setattr(gpu_acceptance, "__file__", str(script))
+    table = gpu_acceptance.Table(tmp_path / "rows.json", dict(MACHINE))
+    unit = gpu_rows.Unit("rows.py", (), 2.0, ())
+    written = []
+    for rows in (["B ends", "B hangs", "B after"], ["B dies"], ["B last"]):
+        gpu_acceptance.run(unit, rows, dict(os.environ), table)
+        written.append(
+            {row["name"]: row["outcome"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+        )
+    assert written[0] == {"B ends": "passed", "B hangs": "FAILED", "B after": "FAILED"}
+    assert written[2] == {**written[0], "B dies": "FAILED", "B last": "passed"}
+    why = {row["name"]: row["why"] for row in table.rows}
+    assert (why["B hangs"], why["B dies"]) == ("over 2 s", "its process ended with 1: it broke")
+    assert "B last" in capsys.readouterr().out
+
+
+def test_a_row_that_does_not_fit_the_budget_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(gpu_acceptance, "run", lambda unit, rows, *_: ran.extend(rows))
+    chosen = [
+        (gpu_rows.Unit("x.py", (name,), limit, ()), [name]) for name, limit in (("B short", 10), ("B long", 9000))
+    ]
+    table = gpu_acceptance.Table(None, dict(MACHINE))
+    options = type("Options", (), {"results": tmp_path, "budget": 100.0})
+    gpu_acceptance.in_time(chosen, {}, table, options)
+    assert ran == ["B short"]
+    (row,) = table.rows
+    assert (row["outcome"], "the budget leaves" in row["why"]) == ("not run", True)

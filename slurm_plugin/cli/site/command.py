@@ -23,9 +23,12 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     metavar="PATH",
     help="With --gpu: a Python that has the torch of jobs, for the trial of the offload engine.",
 )
+@click.option(
+    "--ranks", is_flag=True, help="With --gpu: try jobs of several ranks, too; takes minutes."
+)
 @json_option
 @config_option
-def doctor(*, gpu: bool, python: str, as_json: bool, config: Path | None) -> None:
+def doctor(*, gpu: bool, python: str, ranks: bool, as_json: bool, config: Path | None) -> None:
     """Check this site: versions, lanes, partitions, keys, agents.
 
     Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing but the record of two trials
@@ -34,14 +37,17 @@ def doctor(*, gpu: bool, python: str, as_json: bool, config: Path | None) -> Non
     """
     from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
 
+    if ranks and not gpu:
+        raise click.UsageError("--ranks needs --gpu")
     if gpu:
         from cadenza.sidecar.agent_settings import load_settings  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
+        from cadenza.slurm_plugin.cli.site.rank_rows import try_ranks  # noqa: PLC0415
 
         settings = load_settings(config)
         gpus = examine_gpus(try_gpu(gather_gpus(), Path(settings.state_dir), python), settings.driver_checkpoint)
-        findings = (*gpus, *examine_scripts(gather_scripts()))
+        findings = (*gpus, *examine_scripts(gather_scripts()), *(try_ranks(python) if ranks else ()))
     else:
         findings = checks.examine(gather(config))
     show(findings, as_json=as_json)
