@@ -36,7 +36,7 @@ LONG = bool(os.environ.get("ACCEPTANCE_LONG"))
 SLICE_S = 0.15 if SIMULATED else 60.0 if LONG else 2.0
 TURNS = 2
 """Turns of the other that each job waits for."""
-PATIENCE_S = 600.0 if LONG else 90.0
+PATIENCE_S = 600.0 if LONG else 240.0 if SIMULATED else 90.0
 POLL_S = 0.005
 AWAY_S = SLICE_S / 2
 """A boundary that takes longer was a turn of the other job."""
