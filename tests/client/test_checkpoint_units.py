@@ -117,6 +117,18 @@ def test_a_script_whose_steps_are_boundaries_is_known_after_two_of_them(
     assert again.told == (True, False, step + 2)
 
 
+def test_a_name_after_the_boundary_is_found_out_with_accumulation_too(tmp_path: Path) -> None:
+    """Between two steps of the optimizer nothing tells where a name stands."""
+    job = Job(tmp_path)
+    for micro in range(1, 13):
+        job.model(torch.ones(2, 4)).sum().backward()
+        if micro % 4 == 0:
+            job.optimizer.step()
+        client.boundary()
+        job.keeper.at(micro)
+    assert job.keeper._registration.unready == NAMED_TOO_EARLY
+
+
 def named_by_the_step_just_done(job: Job, step: int) -> None:
     job.train()
     job.keeper.save(step)

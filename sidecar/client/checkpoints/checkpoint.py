@@ -81,6 +81,8 @@ class Checkpoint:
         self._looked_for_workers = False
         self._seen: tuple[int, ...] = ()
         """Versions of the state's tensors at the last save."""
+        self._at_boundary: tuple[int, ...] = self._versions()
+        """Versions at the last boundary that had something to decide."""
         self._periodic: Periodic | None = None
         self._batches = self._handed_out
         add = self._session.add_saver
@@ -191,9 +193,11 @@ class Checkpoint:
 
         A checkpoint that Cadenza requests carries the number that was named last.
         """
-        self._units.at(_number(step))
         if self._units.unchecked:
             self._await_boundary()
+            self._units.at(_number(step), trained=self._seen != self._at_boundary or not self._seen)
+        else:
+            self._units.at(_number(step))
         if self._registration.unready or not self._registration.away:
             self._try_parts()
             self._tell()
@@ -319,7 +323,8 @@ class Checkpoint:
     def _learn(self) -> None:
         """Learn what the last save or name of a step meant, and whether what is saved can be restored."""
         if self._units.undecided:
-            self._units.decide(changed=self._seen != self._versions())
+            self._at_boundary = self._versions()
+            self._units.decide(changed=self._seen != self._at_boundary)
         if isinstance(self._sampler, ResumableSampler) and self._sampler.gives_epochs:
             self._units.follow(self._handed_out - self._batches)
         self._try_parts()

@@ -65,7 +65,7 @@ class Units:
         self._named_before = False
         self._named_at: int | None = None
         """Training steps at the call of ``at``, until the boundary after it has checked its place."""
-        self._checked = self._too_early = False
+        self._checked = self._too_early = self._named_trained = False
         self._save: tuple[int, int] | None = None
         """The last save that agreed with the count: its distance from it (0 or 1), and the training steps by then."""
 
@@ -108,9 +108,12 @@ class Units:
         """True until a boundary has shown that steps are named after their training."""
         return not self._checked
 
-    def at(self, step: int) -> None:
-        """Take the script's own name of the step at hand."""
-        self.unit, self.named = NAMED, step
+    def at(self, step: int, *, trained: bool = True) -> None:
+        """Take the script's own name of the step at hand; ``trained``: something was since the boundary before.
+
+        Where nothing was, as between the steps of an accumulation, the boundary that follows cannot check the place.
+        """
+        self.unit, self.named, self._named_trained = NAMED, step, trained
         self._named_at = None if self._checked else self._trained()
 
     def restored(self, step: int, unit: str, boundaries: int) -> None:
@@ -139,7 +142,7 @@ class Units:
         """
         if self._named_at is not None:
             if self._trained() == self._named_at + 1:
-                self._checked, self._too_early = True, changed
+                self._checked, self._too_early = changed or self._named_trained, changed
             self._named_at = None
         if self._save is None:
             return
