@@ -126,6 +126,18 @@ def test_without_gres_in_slurms_counts_and_under_constraints_the_gpus_are_still_
     assert (only.idle_waiting_gpus, seen.idle_waiting_gpus) == (0, 4)
 
 
+def test_a_cloud_that_has_gone_to_sleep_is_no_error(slurm):
+    nodes = json.loads(NODES)
+    for node in nodes["nodes"]:
+        node["state"] = ["IDLE", "CLOUD", "POWERED_DOWN"]
+    slurm.answer(nodes=json.dumps(nodes))
+    seen = watch("--once", "--json")
+    assert seen.exit_code == 0, seen.output
+    shown = json.loads(seen.stdout)
+    assert (shown["gpus"], len(shown["waiting"])) == (0, 3)
+    assert "powered down, and are left out: node1, node2." in " ".join(shown["notes"])
+
+
 def test_another_answer_is_refused():
     with pytest.raises(InputError, match="F: not the JSON of squeue"):
         read_queue("{", "F")

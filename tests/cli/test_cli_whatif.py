@@ -547,6 +547,11 @@ def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     assert result.exit_code == 0, result.output
     assert "1 jobs in 0.0 days on 8 GPUs" in result.output
     assert "powered down, and are left out: d2." in result.output
+    files[0].write_text(json.dumps({"jobs": [past(1)]}))
+    files[1].write_text(json.dumps({"nodes": asleep}))
+    none = whatif("--sacct", str(files[0]), "--nodes", str(files[1]), "-o", str(tmp_path / "p.html"))
+    assert (none.exit_code, none.output.count("\n")) == (2, 1)
+    assert "no host is left to simulate: " in none.output
 
 
 def test_a_null_of_the_accounting_costs_nothing():

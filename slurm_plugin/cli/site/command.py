@@ -23,9 +23,7 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     metavar="PATH",
     help="With --gpu: a Python that has the torch of jobs, for the trial of the offload engine.",
 )
-@click.option(
-    "--ranks", is_flag=True, help="With --gpu: try jobs of several ranks, too; takes minutes."
-)
+@click.option("--ranks", is_flag=True, help="With --gpu: try jobs of several ranks, too; takes minutes.")
 @json_option
 @config_option
 def doctor(*, gpu: bool, python: str, ranks: bool, as_json: bool, config: Path | None) -> None:

@@ -79,9 +79,8 @@ class Watch:
         # 1. Slurm's answers.
         config, queue, self._nodes = slurm_config(), json_of(QUEUE, TIMEOUT_S), json_of(NODES, TIMEOUT_S)
         hosts = read_hosts(self._nodes, "scontrol", self.partition)
-        names = {name for node in hosts.nodes for name in node.partitions}
         answer = read_queue(queue, "squeue", hosts.site)
-        jobs = [(job, not names.isdisjoint(partitions_of(job))) for job in answer.jobs]
+        jobs = [(job, not hosts.partitions.isdisjoint(partitions_of(job))) for job in answer.jobs]
         here = tuple(job for job, ours in jobs if ours or any(name in hosts.host_of for name, _ in job.placement))
         now_s = SystemClock().now()
         notes = (*hosts.notes, *filter(None, (answer.note,)))

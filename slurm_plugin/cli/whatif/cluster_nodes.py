@@ -30,6 +30,8 @@ class Hosts:
     """The name of lane 0 on the host of each node."""
     site: Site | None = None
     """The site, for the constraints of jobs."""
+    partitions: frozenset[str] = frozenset()
+    """Partitions of all hosts with GPUs, also of those that are powered down."""
 
 
 def read_hosts(text: str, source: str, partition: str | None = None, used: frozenset[str] | None = None) -> Hosts:
@@ -38,7 +40,7 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
     They are in the partitions that Slurm names, or in ``partition`` alone. Several lanes of one host count once. A host
     of a cloud that is powered down counts if it is among ``used``, the nodes that jobs of the past had: no answer says
     how many of the others a site would pay for. Hosts that are left out are named. Raise InputError for another file,
-    and for one without GPUs.
+    and for one without GPUs; where all hosts are powered down, there are none, and a note.
     """
     # 1. The nodes that can be read, and those of them that count.
     try:
@@ -48,10 +50,10 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
     notes = [f"{source}: {said}"] if (said := left_out(refused, "nodes")) else []
     states = {raw["name"]: frozenset(raw["state"].split("+")) for raw in raws}
     all_nodes = translated(raws)
-    hosts = _kept(all_nodes, states, partition, used or frozenset(), notes)
+    hosts, asleep = _kept(all_nodes, states, partition, used or frozenset(), notes)
     if mixed := [raw["name"] for raw in raws if raw["name"] in hosts and len(gpu_types(raw["configured_gres"])) > 1]:
         notes.append(f"Hosts with GPUs of several types, which all count as the first of them: {_named(mixed)}.")
-    if not hosts:
+    if not hosts and not asleep:
         place = f" of partition {partition!r}" if partition else ""
         raise InputError(f"{source}: no node{place} has GPUs" + (f"; {notes[-1]}" if notes else ""))
     # 2. What Slurm has given out on all lanes of each. A host has the name of its lane 0 here.
@@ -70,32 +72,41 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
         for node in hosts.values()
     )  # fmt: skip
     site = Site.of({"time_s": 0.0, "nodes": raws}, all_nodes)
-    return Hosts(found, tuple(notes), site.features, {lane.name: name_of[lane.host] for lane in lanes}, site)
+    host_of = {lane.name: name_of[lane.host] for lane in lanes}
+    partitions = {name for node in (*hosts.values(), *asleep) for name in node.partitions}
+    return Hosts(
+        found, tuple(notes), site.features, host_of, site, frozenset((partition,) if partition else partitions)
+    )
 
 
 def _kept(
     nodes: Iterable[Node], states: Mapping[str, frozenset[str]], partition: str | None, used: frozenset[str],
     notes: list[str],
-) -> dict[str, Node]:  # fmt: skip
-    """Return lane 0 of each host that counts, by its name; add sentences on those that are left out."""
+) -> tuple[dict[str, Node], list[Node]]:  # fmt: skip
+    """Return lane 0 of each host that counts, by its name, and of those that are powered down.
+
+    Add sentences on those that are left out.
+    """
     kept: dict[str, Node] = {}
-    asleep, odd = [], []
+    asleep, odd = list[Node](), list[str]()
     for node in nodes:
         if node.lane or not node.gpus or "FUTURE" in states[node.name]:
             continue
         if partition is not None and partition not in node.partitions:
             continue
         if node.asleep and "CLOUD" in states[node.name] and node.name not in used:
-            asleep.append(node.name)
+            asleep.append(node)
         elif node.gpus > min(MAX_GPUS, node.cpus):
             odd.append(f"{node.name} ({node.gpus} GPUs, {node.cpus} CPUs)")
         else:
             kept[node.name] = node
     if asleep:
-        notes.append(f"Hosts of a cloud that are powered down, and are left out: {_named(asleep)}.")
+        notes.append(
+            f"Hosts of a cloud that are powered down, and are left out: {_named([node.name for node in asleep])}."
+        )
     if odd:
         notes.append(f"Hosts with more GPUs than CPUs or than {MAX_GPUS}, which are left out: {_named(odd)}.")
-    return kept
+    return kept, asleep
 
 
 def _named(names: Sequence[str]) -> str:

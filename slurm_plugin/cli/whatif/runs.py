@@ -137,6 +137,8 @@ def run_plan(
     """
     movable, lanes, arguments, site = plan.movable, plan.lanes, plan.arguments, plan.site
     # 1. The past as it was.
+    if not nodes:
+        raise InputError(f"no host is left to simulate: {' '.join(site.notes)}")
     history = read_history(records, nodes, plan.partition, site.queue, features)
     if sample is not None:
         history = history.sample(sample)
