@@ -76,8 +76,7 @@ def test_the_host_has_a_limit_too(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text(f"MemTotal:  9 kB\nMemAvailable:   {200 << 10} kB\nSwapFree:  0 kB\n")
     assert memory_limits.headroom(tmp_path) == (200 * MIB, tmp_path / "proc/meminfo")
     assert memory_limits.refusal(300 * MIB, 1, tmp_path) == (
-        "host memory: the state takes 300 MiB and the host leaves 200 MiB "
-        f"(margin 1.1; {tmp_path}/proc/meminfo)"
+        f"host memory: the state takes 300 MiB and the host leaves 200 MiB (margin 1.1; {tmp_path}/proc/meminfo)"
     )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza.sidecar.client.errors import MoveError
-from cadenza.sidecar.client.offload.host import numa
 from cadenza.sidecar.client.offload.device import Accelerator, of
+from cadenza.sidecar.client.offload.host import numa
 
 CHUNK_BYTES = 2**30
 """Bytes that are pinned in one call, which takes some tenths of a second."""
