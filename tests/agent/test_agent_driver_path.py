@@ -187,7 +187,7 @@ def test_a_failed_checkpoint_lets_the_job_run_on(new_gpu: Callable[..., Gpu]) ->
     ranks = [gpu.holding(1, **QUIET), gpu.victim(1, **QUIET)]
     gpu.fail("checkpoint", ranks[1])
     gpu.wants(2)
-    gpu.until_log(f"stop withdrawn JOBID=1 driver: checkpoint of pid {ranks[1].process.pid}")
+    gpu.until_log(f"stop failed JOBID=1 refusals=1: checkpoint of pid {ranks[1].process.pid}")
     assert [gpu.state(rank) for rank in ranks] == ["running", "running"]
     gpu.until_lease(1, "held")
 
@@ -263,7 +263,7 @@ def test_a_helper_that_dies_is_replaced_and_the_job_runs_on(new_gpu: Callable[..
     gpu.until_hanging()
     os.kill(gpu.helper(), signal.SIGKILL)
     gpu.until_state(job, "running")
-    gpu.until_log("stop withdrawn JOBID=1 driver: the helper of the driver path is lost")
+    gpu.until_log("stop failed JOBID=1 refusals=1: the helper of the driver path is lost")
 
 
 def test_a_job_that_leaves_while_it_is_being_locked_is_let_go(new_gpu: Callable[..., Gpu]) -> None:
