@@ -75,9 +75,7 @@ class AgentKeys:
             return
         self._replaced.pop(host, None)
         self._hosts = {
-            key: left
-            for key, hosts in self._hosts.items()
-            if (left := hosts - {host} if key == old else hosts)
+            key: left for key, hosts in self._hosts.items() if (left := hosts - {host} if key == old else hosts)
         }
         path = self.folder / AGENT_FOLDER / f"{host}{REPLACED}"
         try:

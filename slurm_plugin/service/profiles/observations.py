@@ -88,9 +88,10 @@ def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None,
     count = pace.iterations - mark.iterations
     spent_s = pace.iterations * pace.iteration_s - mark.iterations * mark.iteration_s
     batch = Batch(count, spent_s / count) if count and spent_s > 0 else Batch(0, 0.0)
-    if batch.iterations < max(
-        MIN_BATCH_ITERATIONS, READ_AHEAD_BATCHES * ceil(setting.cpus * job.gpus)
-    ) or batch.busy_s < MIN_BATCH_S:
+    if (
+        batch.iterations < max(MIN_BATCH_ITERATIONS, READ_AHEAD_BATCHES * ceil(setting.cpus * job.gpus))
+        or batch.busy_s < MIN_BATCH_S
+    ):
         return window, None
     window = replace(window, mark=pace, batches=(*window.batches, batch))
     observation = _observation(window)
