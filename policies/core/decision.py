@@ -178,7 +178,7 @@ class Memory:
 
 
 class Sentences(Mapping[JobKey, str]):
-    """Sentences by job that are worked out once somebody reads one: a simulation reads none."""
+    """Sentences by job that are worked out at the first read of one: a simulation reads none."""
 
     def __init__(self, work_out: Callable[[], Mapping[JobKey, str]]) -> None:
         self._work_out = work_out
