@@ -26,9 +26,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_move_gives_them_back_first(calls: list[str]) -> None:
     """Workspaces are blocks of torch's allocator: emptying it returns only what they have left."""
-    assert engine._empty_caches([GPU]) == 7
+    assert engine._empty_caches([GPU]) == {GPU: 7}
     assert calls == ["workspaces", "plans", "host", "allocator"]
-    assert engine._empty_caches([]) == 0
+    assert engine._empty_caches([]) == {}
     assert len(calls) == 4
 
 
@@ -52,4 +52,4 @@ def test_a_device_that_fails_then_ends_no_move(calls: list[str], monkeypatch: py
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lost)
-    assert engine._empty_caches([GPU]) == 0
+    assert engine._empty_caches([GPU]) == {}

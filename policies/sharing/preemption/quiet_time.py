@@ -17,7 +17,7 @@ CALC_PERIOD_S = 300.0
 def note_quiet_time(state: SharingState) -> None:
     """Note when time alone can next change the decision: a level is left, a quantum ends, priorities are new.
 
-    While a job is on its way, starts, stops or is not ours, each round has to look. While nobody waits, nothing is
+    While a job is on its way, starts, stops or is not ours, each round has to look. While no job waits, nothing is
     decided, and all that a round notes is which jobs keep checkpoints.
     """
     if state.giving_back or state.relocating or state.making_way:

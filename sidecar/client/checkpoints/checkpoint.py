@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.bootstrap import process
@@ -309,7 +310,7 @@ class Checkpoint:
                 tensors += [*thing.parameters(), *thing.buffers()]
             elif not groups and isinstance(thing, (torch.Tensor, Mapping)):
                 tensors += tensors_in(thing)
-        return tuple(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001
+        return tuple(tensor._version for tensor in tensors if not (is_lazy(tensor) or tensor.is_inference()))  # noqa: SLF001
 
     def _look(self) -> None:
         """Learn, at a boundary outside the hot loop, what is known of the steps; save if a periodic save is due."""
