@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Figures = dict[str, Any]
@@ -75,7 +75,23 @@ def rank_row(kind: str, world: int) -> str:
 
 def units(kind: str, *, long: bool) -> list[Unit]:
     """Return all processes, for a type of GPU; with ``long`` the two jobs take turns of 60 s."""
-    turns_s = 1800.0 if long else 100.0
+    found = _units(kind, turns_s=1800.0 if long else 100.0)
+    return _joined(found) if kind == "simulated" else found
+
+
+def _joined(separate: list[Unit]) -> list[Unit]:
+    """Return units with those joined that differ in their rows alone: there starting torch takes longer than a row."""
+    alike: dict[tuple[Any, ...], list[Unit]] = {}
+    for unit in separate:
+        key = (unit.script, unit.files, unit.alone, *sorted(unit.settings.items()), unit.gpus)
+        alike.setdefault(key, []).append(unit)
+    return [
+        replace(same[0], rows=tuple(row for one in same for row in one.rows), limit_s=sum(one.limit_s for one in same))
+        for same in alike.values()
+    ]
+
+
+def _units(kind: str, *, turns_s: float) -> list[Unit]:
     return [
         *_checks(40, "A the link", *(speed_row(mib, kib) for mib, kib, _, _ in SPEEDS[kind]), alone=True),
         *_checks(
