@@ -77,7 +77,6 @@ class Training:
         _global_optimizer_post_hooks.update(hooks)
         return self.run(with_boundary=True) - without
 
-
     def hot(self) -> float:
         """Return the CPU time of a boundary in a loop of nothing else, in seconds."""
         began = time.thread_time_ns()
