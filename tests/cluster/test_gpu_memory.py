@@ -111,7 +111,10 @@ def test_a_job_without_room_waits_while_the_one_that_keeps_memory_goes_on_and_wh
     wait_for("its lease", lambda: cluster.lease(waits).get("state") == "held")
     small = f"--iteration-s 0.02 --iterations 100000 --out {RESULTS}/keeper.json"
     keeper = cluster.sbatch(*ONE_GPU, "--mem=1500", command=f'{PYTHON} -c "{KEEPER}" {TRAIN} {small}')
-    full = rf"node1: GPU 0 has \d+ MB free of the \d+ MB that the job needs: pid \d+ of job {keeper} has (\d+) MB"
+    full = (
+        rf"takes turns with job {keeper}.*node1: GPU 0 has \d+ MB free of the \d+ MB that the job needs, "
+        r"beside (\d+) MB that stay of the job that makes way"
+    )
     found = wait_for("the reason", lambda: re.search(full, str(cluster.why(waits).get("summary"))))
     assert int(found[1]) >= KEPT_MB
     steps = cluster.lease(keeper)["step"]

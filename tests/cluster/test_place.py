@@ -35,4 +35,4 @@ def test_a_round_stops_a_job_by_a_factor_and_lifts_it_when_its_turn_comes(cluste
     cluster.wait_done(new)
     cluster.wait_state(stopped, "RUNNING")
     query = "select json_extract(action, '$.factor') from actions where kind = 'SetFactor' and ok"
-    assert [0] in cluster.sql(f"{query} and job = {stopped}")
+    wait_for("its factor to be taken back", lambda: [0] in cluster.sql(f"{query} and job = {stopped}"))

@@ -108,7 +108,7 @@ def cost_s(cluster: Cluster, job: int, restart: int) -> float:
 
 def test_a_job_makes_way_for_one_that_did_not_opt_in_and_slurm_brings_it_back(large: Cluster) -> None:
     large.reset()
-    job = large.paced("alone", f"--checkpoint {KEPT}/alone", iterations=3000, options=(*HALF, f"--gres=gpu:{GPUS}"))
+    job = large.paced("alone", f"--checkpoint {KEPT}/alone", iterations=4000, options=(*HALF, f"--gres=gpu:{GPUS}"))
     moved(large, job)
     short = plain(large, 4, "--gres=gpu:1", "--time=1")
     large.wait_state(short, "RUNNING", timeout=120)
@@ -121,7 +121,7 @@ def test_a_job_makes_way_for_one_that_did_not_opt_in_and_slurm_brings_it_back(la
     large.exec("ctl", "supervisorctl", "signal", "KILL", "cadenzad")
     large.service("ctl", "stop", "cadenzad")
     large.wait_done(short)
-    large.wait_state(job, "RUNNING", timeout=20)
+    large.wait_state(job, "RUNNING", "COMPLETED", timeout=20)  # on a slow machine its quantum was most of its time
     large.service("ctl", "start", "cadenzad")
     # 3. It goes on from its checkpoint, and its user reads on its output why it went, and that it is back.
     large.wait_done(job)
@@ -135,7 +135,7 @@ def test_a_job_makes_way_for_one_that_did_not_opt_in_and_slurm_brings_it_back(la
     assert away, back
     assert abs(int(away[1]) - (runs(large, job)[2][0] - left_s[1])) < 15, "since its checkpoint"
     assert large.job(job)["Restarts"] == "2"
-    assert sum(end - start for start, end in runs(large, job)) < 1.5 * 3000 * 0.02 + 10
+    assert sum(end - start for start, end in runs(large, job)) < 1.5 * 4000 * 0.02 + 10
 
 
 @pytest.mark.sites
