@@ -14,6 +14,7 @@ from typing import Any
 
 import simulated_gpu
 import torch
+from cadenza.sidecar import client
 
 HERE = Path(__file__).resolve().parent
 CAPACITY = 64 << 20
@@ -29,6 +30,7 @@ def prepare(gpu: simulated_gpu.Gpu) -> None:
     simulated_gpu.library().simulated_last_error()
     simulated_gpu.library().simulated_forget_errors()
     torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()  # a peak of the test before would be what this one needs
     torch.manual_seed(4)
 
 
@@ -39,7 +41,9 @@ def run(test: dict[str, Any], gpu: simulated_gpu.Gpu) -> str:
         given = {name: Path(value) if name == "tmp_path" else value for name, value in test["given"].items()}
         getattr(importlib.import_module(test["module"]), test["name"])(**given)
     except BaseException:  # noqa: BLE001 - the other process reports it
-        return traceback.format_exc()
+        failure = traceback.format_exc()
+        client.detach()  # else the next test would attach to this one's session
+        return failure
     return ""
 
 
