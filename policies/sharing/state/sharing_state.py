@@ -191,7 +191,8 @@ class SharingState:
             *self.tunes,
             *self.placements,
         )
-        return Decision(actions, self.memory, self.reasons, 0.0 if actions else self.quiet_until_s)
+        reasons, self.reasons = self.reasons, {}
+        return Decision(actions, self.memory, reasons, 0.0 if actions else self.quiet_until_s)
 
     @property
     def hosts(self) -> dict[str, HostState]:

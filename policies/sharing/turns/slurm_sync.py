@@ -11,7 +11,7 @@ while others have its GPUs, and so run on that host.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -165,11 +165,12 @@ def release_all(state: SharingState) -> None:
 
 def explain(state: SharingState) -> None:
     """Give every job that opted in a sentence; an action on a job says more than its turn."""
-    state.reasons = Sentences(partial(_sentences, state))
+    waiting, state.waiting_reasons = state.waiting_reasons, dict  # the state of a round is in no cycle
+    state.reasons = Sentences(partial(_sentences, state, waiting))
 
 
-def _sentences(state: SharingState) -> dict[JobKey, str]:
-    state.placement_reasons |= state.waiting_reasons()
+def _sentences(state: SharingState, waiting: Callable[[], Mapping[JobKey, str]]) -> dict[JobKey, str]:
+    state.placement_reasons |= waiting()
     for key, own in state.alone.items():
         state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
     found: dict[JobKey, str] = {}
