@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from cadenza.sidecar.config import DEFAULT_PATH, SECTIONS, load
+from cadenza.sidecar.config import SECTIONS, load
 from cadenza.sidecar.wire import DEFAULT_SOCKET
 
 
@@ -100,12 +100,7 @@ class AgentFile(msgspec.Struct, frozen=True):
     agent: AgentSettings = AgentSettings()
 
 
-def load_settings(path: Path | None) -> AgentSettings:
-    """Return the settings in ``path``; without it those in the default file, or the defaults if that is missing.
-
-    Raise ConfigError as :func:`cadenza.sidecar.config.load` does.
-    """
-    if path is None and not DEFAULT_PATH.exists():
-        return AgentSettings()
+def load_settings(path: Path) -> AgentSettings:
+    """Return the settings in ``path``; raise ConfigError as :func:`cadenza.sidecar.config.load` does."""
     others = tuple(section for section in SECTIONS if section != "agent")
-    return load(path or DEFAULT_PATH, AgentFile, ignore=others).agent
+    return load(path, AgentFile, ignore=others).agent

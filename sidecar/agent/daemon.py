@@ -68,6 +68,7 @@ class Daemon:
     def __init__(self, settings: AgentSettings, version: str, privileged: frozenset[int] = frozenset({0})) -> None:
         clock, state_dir = SystemClock(), Path(settings.state_dir)
         self._settings = settings
+        keys = self._link_keys()  # an agent whose keys are wrong leaves nothing behind
         self._lock = _lock(state_dir)
         self._file = LeaseFile(state_dir, boot_id(), Path(settings.socket).parent)
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
@@ -114,7 +115,9 @@ class Daemon:
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
         self._tuner.recover()
-        self._link = self._open_link()
+        self._link = Link(settings.service, keys) if keys else None
+        if self._link is not None:
+            self._poller.register(self._link.socket, zmq.POLLIN)
         listener = Listener(Path(settings.socket))
         link.link(link.LIBRARY, Path(settings.socket).parent)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
@@ -140,17 +143,12 @@ class Daemon:
                 self._watch(process.pid)
         self._driver.recover()
 
-    def _open_link(self) -> Link | None:
-        """Return the link to the service; without a service or keys None, and turns are local."""
+    def _link_keys(self) -> tuple[bytes, bytes, bytes] | None:
+        """Return the keys of the link to the service; without a service or keys None, and turns are local."""
         if not self._settings.service:
             log.info("no service configured: jobs take turns locally")
             return None
-        keys = read_keys(Path(self._settings.keys), self.host.name)
-        if keys is None:
-            return None
-        link = Link(self._settings.service, keys)
-        self._poller.register(link.socket, zmq.POLLIN)
-        return link
+        return read_keys(Path(self._settings.keys), self._settings.host_name)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; leases stay on disk and jobs run on."""

@@ -32,13 +32,15 @@ def _version() -> str:
 @click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
-    help=f"Settings in TOML; files in conf.d next to it are merged. Default: {DEFAULT_PATH}, where it exists.",
+    default=DEFAULT_PATH,
+    show_default=True,
+    help="Settings in TOML; files in conf.d next to it are merged.",
 )
 @click.option("--jobs", is_flag=True, help="Print the jobs on this host, of all lanes, and their processes, then exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --jobs: print JSON.")
 @click.option("--debug", is_flag=True, help="Log more, and show where an error came from.")
 @click.version_option(_version(), prog_name="cadenza-agent")
-def main(config: Path | None, *, jobs: bool, as_json: bool, debug: bool) -> None:
+def main(config: Path, *, jobs: bool, as_json: bool, debug: bool) -> None:
     """Run the Cadenza agent of this host: it registers jobs, keeps GPU leases and passes orders to jobs.
 
     Exit codes: 0 stopped by a signal, 1 failed, 2 bad settings or keys, 3 the machine lacks something.

@@ -38,12 +38,14 @@ TAKE_OVER_S = 10.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--config", type=click.Path(path_type=Path), help=f"Configuration file (default: {DEFAULT_PATH}).")
+@click.option(
+    "--config", type=click.Path(path_type=Path), default=DEFAULT_PATH, show_default=True, help="Configuration file."
+)
 @click.option("--once", is_flag=True, help="Run one round and end: 0 when it succeeded, else 1.")
 @click.option("--seed", type=int, help="Seed of the poll's jitter (default: none, from the system).")
 @click.option("--debug", is_flag=True, help="Log more, with tracebacks.")
 @click.version_option(version("cadenza"), prog_name="cadenzad")
-def main(*, config: Path | None, once: bool, seed: int | None, debug: bool) -> None:
+def main(*, config: Path, once: bool, seed: int | None, debug: bool) -> None:
     """The policy service: decides in rounds which job uses which GPU, and sends the actions to Slurm and the agents."""  # noqa: D401
     set_up_logging(debug=debug)
     try:
@@ -63,10 +65,11 @@ def exit_code(error: Exception) -> int:
     return LACKING if isinstance(error, HubError | StoreError | EnvironmentLacks) else FAILED
 
 
-def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | None) -> int:
+def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> int:
     """Run the service until SIGTERM, or one round; return the exit code."""
     table, clock = settings.service, SystemClock()
     log.info("cadenzad %s MODE=%s", version("cadenza"), table.mode)
+    hub = Hub(hub_settings(settings), clock)  # a service whose keys are wrong leaves nothing behind
     with ExitStack() as stack:
         # 1. The lock: one service for each store.
         lock = StoreLock(Path(table.store))
@@ -77,7 +80,6 @@ def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | No
         stack.callback(store.close)
         slurm = open_gateway(table.gateway)
         stack.callback(slurm.close)
-        hub = Hub(hub_settings(settings), clock)
         hub.start()
         stack.callback(hub.close)
         log.info("listening for agents on %s", hub.address)
@@ -110,7 +112,7 @@ def _opened_store(settings: Settings, clock: SystemClock) -> SqliteStore:
         raise
 
 
-def _run(loop: Loop, config: Path | None, watchdog: Watchdog) -> None:
+def _run(loop: Loop, config: Path, watchdog: Watchdog) -> None:
     def nap() -> None:
         watchdog.start()
         notify("WATCHDOG=1")

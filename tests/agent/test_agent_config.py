@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from agent_rig import Agent
 
 from cadenza.sidecar.agent_settings import AgentSettings, load_settings
-from cadenza.sidecar.config import ConfigError, read
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, read
 
 
 def write(directory: Path, text: str, name: str = "cadenza.toml") -> Path:
@@ -74,6 +75,17 @@ def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
 
 
+DEFAULTS = (DEFAULT_PATH, Path(AgentSettings().state_dir), Path(AgentSettings().socket).parent)
+
+
+@pytest.mark.skipif(any(path.exists() for path in DEFAULTS), reason="Cadenza is installed on this machine")
+def test_an_agent_without_settings_ends_with_2_and_leaves_nothing_behind() -> None:
+    run = agent()
+    assert run.returncode == 2
+    assert re.fullmatch(rf"cadenza-agent: {DEFAULT_PATH}: cannot be read .*; create it or name another\n", run.stderr)
+    assert [path for path in DEFAULTS if path.exists()] == []
+
+
 def test_bad_settings_end_with_2(tmp_path: Path) -> None:
     run = agent("--config", str(write(tmp_path, "[agent]\nhots = 3\n")))
     assert run.returncode == 2
@@ -84,9 +96,10 @@ def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     for name in ("agents/n1.key_secret", "service.key"):
         write(tmp_path, "metadata\n", name)
-    text = f'[agent]\nhost = "n1"\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}"\n'
-    run = agent("--config", str(write(tmp_path, text + f'socket = "{tmp_path}/s"\n')))
+    text = f'[agent]\nhost = "n1"\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}/state"\n'
+    run = agent("--config", str(write(tmp_path, text + f'socket = "{tmp_path}/run/s"\n')))
     assert run.returncode == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agents", "cadenza.toml", "service.key"]
     assert "agents/n1.key_secret: not a CURVE certificate" in run.stderr
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from service_rig import books, job, lease, node, report, write_config
+from service_rig import books, job, lease, make_keys, node, report, write_config
 
 from cadenza.policies.core.actions import Migrate, Resize, Save
 from cadenza.policies.core.decision import Decision, Memory
@@ -118,10 +118,10 @@ def test_a_receipt_out_of_its_bounds_costs_the_row_that_it_is_in(receipt: dict[s
 
 @pytest.mark.parametrize("kind", [Migrate, Resize, Save])
 def test_an_order_tells_the_agent_what_the_job_leaves_for_and_how_long_it_may_save(
-    kind: type, monkeypatch: pytest.MonkeyPatch
+    kind: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sent: list[CheckpointOrder] = []
-    hub = Hub(HubSettings("tcp://127.0.0.1:*", Path()), SystemClock())
+    hub = Hub(HubSettings("tcp://127.0.0.1:*", make_keys(tmp_path)), SystemClock())
     monkeypatch.setattr(
         hub, "send", lambda orders: sent.extend(order for _, order in orders) or SimpleNamespace(ok=True)
     )

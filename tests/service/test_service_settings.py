@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from service_rig import make_keys, write_config
 
-from cadenza.sidecar.config import ConfigError
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.service import settings_reference
+from cadenza.slurm_plugin.service.main import main
 from cadenza.slurm_plugin.service.settings import (
     SPANK_WAIT_S,
     Settings,
@@ -95,3 +99,25 @@ def test_an_unmanaged_job_has_its_gpus_before_the_plugin_stops_waiting() -> None
 
 def test_record_gives_the_same_settings() -> None:
     assert from_record(to_record(Settings())) == Settings()
+
+
+@pytest.mark.skipif(DEFAULT_PATH.exists(), reason="Cadenza is installed on this machine")
+def test_a_service_without_settings_ends_with_2_and_leaves_nothing_behind() -> None:
+    store = Path(Settings().service.store).parent
+    before = store.exists()
+    done = CliRunner().invoke(main, [])
+    assert done.exit_code == 2
+    assert re.search(rf"^cadenzad: {DEFAULT_PATH}: cannot be read .*; create it or name another$", done.stderr, re.M)
+    assert store.exists() == before
+
+
+@pytest.mark.parametrize("missing", ["service.key_secret", "agents"])
+def test_a_service_without_keys_ends_with_3_and_leaves_nothing_behind(tmp_path: Path, missing: str) -> None:
+    make_keys(tmp_path / "keys")
+    (tmp_path / "keys" / missing).rename(tmp_path / "elsewhere")
+    config = write_config(tmp_path, store=str(tmp_path / "state" / "cadenza.db"), socket=str(tmp_path / "run" / "s"))
+    before = sorted(tmp_path.iterdir())
+    done = CliRunner().invoke(main, ["--config", str(config)])
+    assert done.exit_code == 3
+    assert f"cadenzad: {tmp_path / 'keys' / missing}: " in done.stderr
+    assert sorted(tmp_path.iterdir()) == before

@@ -123,13 +123,16 @@ class Hub:
     """The service's end of the link; its public methods may be called from any thread."""
 
     def __init__(self, settings: HubSettings, clock: SystemClock) -> None:
+        """Read the keys; raise HubError naming the one at fault."""
         self.settings = settings
         self.refused: Counter[str] = Counter()
         """Refused frames by cause."""
         self.address = ""
         """The address at which it listens once started (``tcp://*:0`` picks a port)."""
         self._clock = clock
+        self._pair = service_pair(settings.keys)
         self._keys = AgentKeys(settings.keys)
+        self._keys.load()
         self._registry = AgentRegistry(settings.alive_s)
         self._stops = StopBarrier()
         self._prefetches = PrefetchOrders()
@@ -149,15 +152,13 @@ class Hub:
     # --- life ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Read the keys, listen and start the thread; raise HubError naming the key or address at fault."""
-        public, secret = service_pair(self.settings.keys)
-        self._keys.load()
+        """Listen and start the thread; raise HubError naming the address at fault."""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=self._keys)
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._socket = self._listen(public, secret)
+        self._socket = self._listen(*self._pair)
         self._running = True
         self._thread.start()
 
