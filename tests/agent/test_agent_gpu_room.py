@@ -171,6 +171,7 @@ def test_nothing_moves_where_the_next_job_would_not_fit_and_it_is_said_once(rig:
     for _ in range(20):  # it is not asked again, however long the other waits
         rig.run_once(40.0)
         assert rig.of(1).state == "held"
+        assert "would keep too much of its GPUs for job 2" in rig.report(1).unyielding  # the service counts on this
     assert len([one for one in rig.said(rig.sessions[1]) if one["type"] == "note"]) == 1
     # Another job that fits beside it changes that.
     rig.begin(3, 0)
@@ -280,6 +281,16 @@ def test_ncclls_memory_counts_for_the_way_back(rig: Rig) -> None:
     assert "of the 50176 MB that the job needs" in rig.arbiter.waiting_reason(rig.of(1))
 
 
+def test_memory_that_nccl_gave_back_at_the_last_move_is_not_taken_for_kept(rig: Rig) -> None:
+    rig.of(2).gpu_bytes = (75 * GIB,)
+    rig.host.run(rig.of(1).key).ranks[FIRST].regrown = (9 * GIB,)
+    rig.gpus[0].bytes_of[FIRST] = 50 * GIB
+    rig.stop(1, held=40 * GIB)
+    assert rig.of(1).state == "stopping"  # beside 10 GiB job 2 would have no room
+    rig.moved(1, 0, kept=GIB, needed_bytes=[40 * GIB], regrown_bytes=[9 * GIB])
+    assert states(rig) == ("yielded", "held")
+
+
 # --- back-off ----------------------------------------------------------------------------------------------------
 
 
@@ -376,5 +387,6 @@ def test_on_a_host_with_mig_no_job_takes_turns_by_name(rig: Rig) -> None:
     assert rig.coordinator.stop(rig.of(1), "turn", 60.0) == reason
     assert rig.report(1).why_not_ready == reason
     assert rig.host.taken_report() == (reason,)
+    rig.watch.ask([0])
     assert not rig.watch.names_processes([0])
     assert not rig.watch.sees
