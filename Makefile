@@ -4,6 +4,10 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 
 ARGS ?=
+# The release of Slurm, which is that of a release of Debian: 26.05 (forky) or 24.11 (trixie, Debian 13).
+SLURM ?= 26.05
+export SLURM
+DEBS := dist/debs$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
 .PHONY: install demo test test-fast test-guide test-packages test-sites test-slurm test-vm measure faults soak fuzz lint wheels debs rpms docs clean
 
@@ -28,13 +32,13 @@ wheels: install
 	rm -rf dist
 	$(BIN)/python packaging/wheels.py dist
 
-# Debian's packages in dist/debs, built and tried in a container.
+# Debian's packages in dist/debs, built and tried in a container; for Debian 13 in dist/debs-24.11: make debs SLURM=24.11
 debs: install
-	packaging/debs dist/debs
+	packaging/debs $(DEBS)
 
 # RPMs in dist/rpms, with the same files.
 rpms: debs
-	packaging/rpms dist/debs dist/rpms
+	packaging/rpms $(DEBS) $(subst debs,rpms,$(DEBS))
 
 # Each wheel in an environment of its own, the client's on every Python from 3.9 on that is found; Debian's packages on a
 # container cluster, and installed by the Ansible role.
@@ -54,9 +58,8 @@ test-sites: install
 	$(BIN)/python tests/rings.py sites
 
 # The cluster's tests of what depends on the release of Slurm: make test-slurm SLURM=24.11
-SLURM ?= 26.05
 test-slurm: install
-	SLURM=$(SLURM) $(BIN)/python tests/rings.py release
+	$(BIN)/python tests/rings.py release
 
 # Cgroup v2 and systemd: a virtual machine with Debian's kernel; `container/vm` shows its console. First a whole cluster
 # on one host, then the blocks of the pages Install and Maintain on three machines.

@@ -20,6 +20,8 @@ case ${SLURM:-26.05} in
   *) die 2 "SLURM is '$SLURM': it may be 24.11 or 26.05" ;;
 esac
 base_image=debian:$suite-slim
+debs=$repo/dist/debs
+if [[ $suite != forky ]]; then debs+=-$SLURM; fi
 image=${CADENZA_IMAGE:-$image}
 
 say() { printf '%s\n' "$*" >&2; }
