@@ -13,7 +13,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.figures import quantile
 from cadenza.policies.simulator.load_sweep import load_rows
 from cadenza.policies.simulator.run_values import JobResult
-from cadenza.slurm_plugin.report.metrics import METRICS, OPTIONAL, Better
+from cadenza.slurm_plugin.report.metrics import METRICS, OPTIONAL, Better, comparable
 from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Loaded, PairedSpeedUp, Result, Run, Slice, Verdict
 from cadenza.slurm_plugin.report.sentences import notes, summary
 from cadenza.slurm_plugin.report.stats import clear, estimate
@@ -111,10 +111,15 @@ def same_seeds(ours: Result, theirs: Result) -> bool:
 
 
 def _table(results: Sequence[Result]) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+    jct_h = [value for run in results[0].runs if (value := run.summary.get("avg_jct_h")) is not None]
     for metric in METRICS:
         values = [[run.summary.get(metric.key) for run in result.runs] for result in results]
+        bases = [value for value in values[0] if value is not None]
+        small = bool(bases) and not comparable(metric.key, fmean(bases), fmean(jct_h) if jct_h else None)
         cells = tuple(
-            compare_cell(mine, values[0], metric.better, paired=same_seeds(result, results[0]), first=result.index == 0)
+            compare_cell(
+                mine, values[0], metric.better, paired=same_seeds(result, results[0]), first=small or result.index == 0
+            )
             for result, mine in zip(results, values, strict=True)
         )
         if any(cell.estimate and (cell.estimate.mean or metric.key not in OPTIONAL) for cell in cells):

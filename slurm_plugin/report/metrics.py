@@ -61,3 +61,19 @@ METRICS = (
 )  # fmt: skip
 OPTIONAL = frozenset({"unfinished", "restarts", "resizes", "packs", "unpacks"})
 """Rows that are left out if all values are 0."""
+LEAST_BASE, LEAST_BASE_GPUS = 0.01, 0.5
+"""Least wait to compare with, as a part of the mean completion time, and least number of idle GPUs."""
+
+
+def comparable(key: str, base: float, mean_jct_h: float | None) -> bool:
+    """Return True if a ratio to this figure tells something: 74,412 times next to nothing does not.
+
+    >>> comparable("wait_1_gpu_h", 0.01, 20.0), comparable("avg_jct_h", 0.01, 0.01)
+    (False, True)
+    """
+    if key == "idle_waiting_gpus":
+        return base >= LEAST_BASE_GPUS
+    if key.startswith("wait_") or key.endswith("time_to_100_iterations_s"):
+        base_h = base / HOUR_S if key.endswith("_s") else base
+        return base_h > 0 and base_h >= LEAST_BASE * (mean_jct_h or 0.0)
+    return base != 0

@@ -53,6 +53,16 @@ def test_a_saved_baseline_comes_first_with_each_seed_once():
         comparison(changed(against("a", (1,)), baseline=" "))
 
 
+def test_no_ratio_stands_beside_a_wait_of_next_to_nothing():
+    def waited(label, hours):
+        saved = toy(label, jobs=20)
+        runs = tuple(changed(run, summary=run.summary | {"wait_1_gpu_h": hours, "avg_jct_h": 20.0}) for run in saved.runs)
+        return changed(saved, runs=runs)
+
+    ratios = [comparison(waited("a", base), waited("b", 3.0)).cells["wait_1_gpu_h"][1].ratio for base in (4e-5, 2.0)]
+    assert ratios == [None, 1.5]
+
+
 def test_files_of_one_label_with_other_seeds_become_one_result():
     parts = toy("a", seeds=(3,), jobs=20), toy("b", seeds=(1,), jobs=20), toy("a", seeds=(1, 2), jobs=20)
     files = [load(encode(item), f"{number}.json") for number, item in enumerate(parts)]
@@ -97,7 +107,7 @@ def test_unfinished_jobs_are_told_and_keep_the_distribution_below_one():
 
 
 def test_a_window_counts_its_jobs_only():
-    saved = changed(toy("a", jobs=60), arguments=("--window", "10:30"))
+    saved = changed(toy("a", jobs=60), arguments=("--set", "window=10:30"))
     (run,) = loaded(saved)[0].runs
     assert [job.id for job in run.jobs] == list(range(10, 30))
     assert window(("--order", "fifo")) is None
