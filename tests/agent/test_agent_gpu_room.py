@@ -133,6 +133,20 @@ def test_what_stays_by_measurement_and_by_torchs_word_may_stay_however_large(rig
     assert rig.report(1).refusals == 0
 
 
+@pytest.mark.parametrize(("survey_s", "note"), [(0.25, "its state was found in 250.0 ms"), (0.005, "")])
+def test_the_time_for_which_the_gpu_waited_for_the_look_at_the_state_is_told(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, survey_s: float, note: str
+) -> None:
+    caplog.set_level("INFO")
+    told = list[str]()
+    monkeypatch.setattr(type(rig.host), "report_switch", lambda *words: told.append(words[-1]))
+    rig.gpus[0].bytes_of[FIRST] = 41 * GIB
+    rig.stop(1, held=40 * GIB)
+    rig.moved(1, 0, kept=GIB, survey_s=survey_s)
+    assert told == [note]
+    assert f"survey_s={survey_s:.3f}" in caplog.text
+
+
 def test_more_than_that_is_a_failed_stop(rig: Rig) -> None:
     rig.gpus[0].bytes_of[FIRST] = 50 * GIB
     rig.stop(1, held=40 * GIB)

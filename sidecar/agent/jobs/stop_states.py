@@ -72,6 +72,8 @@ class Stop:
     boundary_s: float = 0.0
     """Time from the order until all ranks had arrived."""
     copy_s: float = 0.0
+    survey_s: float = 0.0
+    """Time that a rank looked for its state at the boundary, which is part of ``boundary_s``."""
     bytes: int = 0
     progress: tuple[Progress, ...] = ()
     progress_at: float = 0.0

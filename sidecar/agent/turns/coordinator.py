@@ -24,6 +24,8 @@ from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
 log = logging.getLogger(__name__)
 
+TOLD_SURVEY_S = 0.01
+"""A look at a rank's state that takes longer at the boundary is told with the yield: the GPU waits for it."""
 RETRIES_S = (15.0, 60.0, 300.0, 1800.0)
 """Pause after a stop that failed, and after the second, third and each further one in a row, before the job is asked
 again: a stop that fails late costs seconds of its GPUs' time."""
@@ -448,13 +450,14 @@ class StopCoordinator:
         run.stop, run.refusals = None, 0
         for rank in run.ranks.values():
             rank.page.order(stop.order, 0)
-        self._report_stop(lease, stop, "yield", run.note)
+        surveyed = f"its state was found in {stop.survey_s * 1e3:.1f} ms" if stop.survey_s >= TOLD_SURVEY_S else ""
+        self._report_stop(lease, stop, "yield", "; ".join(filter(None, (run.note, surveyed))))
         stretch = stop.end(self.host.leases, lease, self.host.clock.now())
         if stretch is not None:
             self.host.report_stretch(stretch)
         log.info(
-            "yielded JOBID=%s gpus=%s boundary_s=%.3f copy_s=%.3f",
-            lease.key, lease.gpus, stop.boundary_s, stop.copy_s,
+            "yielded JOBID=%s gpus=%s boundary_s=%.3f survey_s=%.3f copy_s=%.3f",
+            lease.key, lease.gpus, stop.boundary_s, stop.survey_s, stop.copy_s,
         )  # fmt: skip
         self._save_before_suspend(lease, run)
 
@@ -510,6 +513,7 @@ class StopCoordinator:
             return
         if stop is not None and stop.committed:
             stop.copy_s = max(stop.copy_s, message.copy_s)
+            stop.survey_s = max(stop.survey_s, message.survey_s)
             if message.resident:
                 run.note = f"rank {rank.hello.rank} keeps on the GPU: {', '.join(message.resident)}"
             if message.error:
