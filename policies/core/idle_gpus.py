@@ -122,8 +122,13 @@ def idle_waiting_gpus(hosts: Sequence[HostGpus], narrowest: Mapping[Wanted, int]
     >>> idle_waiting_gpus(hosts, {Wanted("gpu"): 2, Wanted("other"): 3})
     3
     """
+    return sum(hosts[at].idle for at in awaited_hosts(hosts, narrowest))
+
+
+def awaited_hosts(hosts: Sequence[HostGpus], narrowest: Mapping[Wanted, int]) -> frozenset[int]:
+    """Return the positions of the hosts in the partitions where a waiting job fits."""
     counted: set[int] = set()
     for wanted, gpus in narrowest.items():
         if fits(hosts, wanted, gpus):
             counted.update(at for at, host in enumerate(hosts) if host.suits(wanted))
-    return sum(hosts[at].idle for at in counted)
+    return frozenset(counted)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, Self
 
 from cadenza.policies.core.actions import (
@@ -27,6 +27,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
 )
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
+from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway.errors import (
     EnvironmentLacks,
     GatewayError,
@@ -63,6 +64,17 @@ class SlurmGateway:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self.asked: Callable[[str, str, float], object] = lambda _request, _result, _seconds: None
+        """Called after each request with its name, *ok* or *failed*, and the seconds that it took."""
+
+    def _ask(self, description: str, op: str, **arguments: Any) -> Any:
+        began_s, result = clock.monotonic(), "failed"
+        try:
+            answer = self._source.ask(description, op, **arguments)
+            result = "ok"
+        finally:
+            self.asked(op, result, clock.monotonic() - began_s)
+        return answer
 
     def read(self) -> ClusterSnapshot:
         """Return jobs and nodes as they are now, without leases; a GatewayError when Slurm does not answer.
@@ -74,12 +86,12 @@ class SlurmGateway:
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return the state of a few jobs, which costs slurmctld one small RPC each."""
-        answers = self._source.ask("looking at jobs", "look", jobs=sorted(jobs))
+        answers = self._ask("looking at jobs", "look", jobs=sorted(jobs))
         return dict(state for answer in answers if (state := slurm_state_of(answer)) is not None)
 
     def read_raw(self) -> dict[str, Any]:
         """Return the source's answer, as a recording keeps it."""
-        return dict(self._source.ask("reading the cluster", "read"))
+        return dict(self._ask("reading the cluster", "read"))
 
     def apply(self, action: Action) -> Outcome:
         """Carry out one action; a failure is an Outcome that names who must act."""
@@ -119,11 +131,11 @@ class SlurmGateway:
     def _act_on_node(self, action: NodeAction) -> None:
         match action:
             case DrainNode(node=name, reason=reason):
-                self._source.ask(f"drain node {name}", "drain", node=name, reason=reason)
+                self._ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
-                self._source.ask(f"open node {name}", "undrain", node=name, drain=drain)
+                self._ask(f"open node {name}", "undrain", node=name, drain=drain)
             case RemoveNode(node=name):
-                self._source.ask(f"remove node {name}", "remove", node=name)
+                self._ask(f"remove node {name}", "remove", node=name)
 
     def _make_way(self, action: MakeWay) -> None:
         """Requeue jobs with their factors; the error names those that had left their GPUs already."""
@@ -133,7 +145,7 @@ class SlurmGateway:
             {"job": key.id, "restart": key.restart, "factor": factor}
             for key, factor in zip(action.jobs, action.factors, strict=True)
         ]
-        if left_out := self._source.ask(request, "make_way", jobs=jobs):
+        if left_out := self._ask(request, "make_way", jobs=jobs):
             raise StaleState(f"{request}: {'; '.join(map(str, left_out))}; the others were requeued")
 
     def _place(self, action: Place) -> None:
@@ -159,14 +171,14 @@ class SlurmGateway:
 
     def ping(self) -> dict[str, Any]:
         """Return slurmctld's host and the RPC's latency in ms."""
-        return dict(self._source.ask("ping slurmctld", "ping"))
+        return dict(self._ask("ping slurmctld", "ping"))
 
     def greeting(self) -> dict[str, Any]:
         """Return the source's versions and its user."""
         return self._source.greeting()
 
     def _job(self, request: str, op: str, key: JobKey, **arguments: Any) -> Any:
-        return self._source.ask(request, op, job=key.id, restart=key.restart, **arguments)
+        return self._ask(request, op, job=key.id, restart=key.restart, **arguments)
 
     def close(self) -> None:
         """End the source's processes."""

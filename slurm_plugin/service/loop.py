@@ -10,12 +10,13 @@ from itertools import cycle
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from cadenza.policies.core.actions import Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
+from cadenza.policies.core.text import printable
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import warm
 from cadenza.policies.round import Live, RoundReport, run_round
@@ -28,6 +29,7 @@ from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError, RequestError, StoreError
 from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, release_unrecorded, settled
+from cadenza.slurm_plugin.service.metrics.step_times import StepTimes
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.slurm_requeues import SlurmRequeues
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
@@ -35,6 +37,9 @@ from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.service.systemd import action_line
+
+if TYPE_CHECKING:
+    from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ SETTLE_HEARTBEATS = 3
 RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
 FORGET_PERIOD_S, DAY_S = 3600.0, 86400.0
-FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket")
+FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket", "metrics")
 """Keys of [service] that are read at the start only."""
 UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"
 STOP_REASON = "cadenzad stops; your job goes on without it"
@@ -84,6 +89,13 @@ class Loop:
         self.failures = 0
         """Rounds in a row that failed."""
         self.last: RoundReport | None = None
+        self.good_at_s: float | None = None
+        """When that was, seconds since the epoch."""
+        self.pause_s = 0.0
+        """Time between regular rounds at present, seconds."""
+        self.metrics: RoundMetrics | None = None
+        self._error = ""
+        """What ended the last round, "" for nothing."""
         self.beat: Callable[[], object] = lambda: None
         """Called whenever the loop gets on: between rounds, before each decision and before each action."""
         self._left_alone: Mapping[JobKey, str] = {}
@@ -143,15 +155,27 @@ class Loop:
             self._round()
         except Exception as error:
             self.failures += 1
+            self._error = printable(f"{type(error).__name__}: {error}")
+            if self.metrics is not None:
+                self.metrics.failed()
             log.error("round failed (%d in a row): %s: %s", self.failures, type(error).__name__, error)  # noqa: TRY400
             log.debug("the traceback", exc_info=True)
             if self._clock.monotonic() - self._good_s > self.settings.trust_s:
                 self._undo()
             return False
-        self.failures = 0
+        self.failures, self._error = 0, ""
         return True
 
+    def illness(self) -> str:
+        """Return why agents and jobs cannot rely on the service, in one line; "" if they can. For any thread."""
+        if self.last is None:
+            return self._error or "no round has ended yet"
+        age_s = self._clock.monotonic() - self._good_s
+        late = age_s > self.settings.trust_s
+        return f"no good round for {age_s:.0f} s: {self._error or 'it takes long'}" if late else ""
+
     def _round(self) -> None:
+        began_s, times = self._clock.monotonic(), StepTimes(self._clock)
         # 1. Put the agents' reports since the last round on record.
         self._record()
         # 2. Complete the memory: our holds and suspends if the store is new, and moves that were requested by hand.
@@ -162,7 +186,14 @@ class Loop:
         # 3. Observe, decide, guard, write down, apply.
         rules = self._rules()
         live = Live(self._rules, self.settings.trust_s, self._still_left_alone())
-        report = run_round(self._gateway, self._clock, self._store, self._decided, rules, live)
+        report = run_round(
+            times.timed(self._gateway, {"read": "read", "apply": "apply"}),
+            self._clock,
+            times.timed(self._store, {"check": "record", "begin": "record", "finish": "record"}),
+            times.step("decide")(self._decided),
+            rules,
+            live,
+        )
         for key in report.left_alone.keys() - self._left_alone.keys():
             log.warning("JOBID=%s left alone: %s (%d in all)", key, report.left_alone[key], len(report.left_alone))
         self._left_alone = report.left_alone
@@ -173,9 +204,10 @@ class Loop:
         # 5. Put the requeues on record that were not ours.
         self._store.record(self._requeues.observe(report.snapshot, before))
         # 6. Send the agents the facts that they need to take turns by themselves.
-        self.last, self._good_s = report, self._clock.monotonic()
-        facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
-        self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
+        self.last, self._good_s, self.good_at_s = report, self._clock.monotonic(), self._clock.now()
+        with times.step("facts"):
+            facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
+            self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
         # 7. Store the beliefs about profiles that this round changed.
@@ -185,6 +217,12 @@ class Loop:
         rules = self._rules()
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
+        # 9. Count it.
+        if self.metrics is not None:
+            answer_s = min(self._gateway.answer_s, times.seconds["read"])
+            took_s = {**times.seconds, "read": answer_s, "merge": times.seconds["read"] - answer_s}
+            took_s["whole"] = self._clock.monotonic() - began_s
+            self.metrics.ended(report, took_s, memory, self._store.news)
 
     def _undo(self) -> None:
         """Undo our holds and suspends when rounds fail: nothing else is done until they succeed.
@@ -272,7 +310,8 @@ class Loop:
     def _wait(self, began_s: float, each_nap: Callable[[], object]) -> None:
         """Wait until the next round is due: at its regular time, or early after news or a step of a job in transit."""
         load_s, moves = self._gateway.load_s, self._store.memory().moves
-        due_s = began_s + pause_s(self.settings.service.poll_s, load_s, self.failures, self._rng)
+        self.pause_s = pause_s(self.settings.service.poll_s, load_s, self.failures, self._rng)
+        due_s = began_s + self.pause_s
         spacing_s = self.settings.service.min_round_spacing_s
         prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))
         earliest_s = began_s + early_s(spacing_s, load_s, self.failures, prompt=prompt)
@@ -290,6 +329,8 @@ class Loop:
     def _record(self) -> None:
         """Write down the agents' messages; once an hour delete what is older than the settings keep."""
         messages, now_s = self._hub.drain(), self._clock.monotonic()
+        if self.metrics is not None:
+            self.metrics.messages(messages)
         try:
             if refused := self._store.record(messages):
                 log.warning(

@@ -6,16 +6,19 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import click
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.sd_notify import notify
+from cadenza.slurm_plugin.gateway import source_gateway
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
 from cadenza.slurm_plugin.service.agents.hub import Hub
@@ -83,7 +86,8 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         hub.start()
         stack.callback(hub.close)
         log.info("listening for agents on %s", hub.address)
-        loop = Loop(settings, Parts(slurm, hub, store), clock, Random(seed))  # noqa: S311 (jitter, not secrets)
+        parts = Parts(slurm, hub, store)
+        loop = Loop(settings, parts, clock, Random(seed))  # noqa: S311 (jitter, not secrets)
         if once:
             loop.settle()
             return 0 if loop.round() else FAILED
@@ -94,9 +98,43 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         owners = OwnerSocket(Path(table.socket), Path(table.store), clock)
         owners.start()
         stack.callback(owners.close)
-        # 5. Rounds until a signal, then an orderly end.
+        # 5. The figures for Prometheus.
+        if table.metrics:
+            stack.callback(_metrics_server(loop, parts).close)
+        # 6. Rounds until a signal, then an orderly end.
         _run(loop, config, watchdog)
     return 0
+
+
+def _metrics_server(loop: Loop, parts: Parts) -> MetricsServer:
+    """Return the running server of ``/metrics``, fed by the loop; raise ConfigError if it cannot be had."""
+    registry = new_registry("service.metrics")
+    from cadenza.slurm_plugin.service.metrics.cluster_gauges import ClusterGauges, Sources  # noqa: PLC0415 - an extra
+    from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics  # noqa: PLC0415
+
+    loop.metrics = RoundMetrics(registry)
+    greeting: dict[str, Any] = {}
+    if isinstance(parts.slurm, source_gateway.SlurmGateway):
+        parts.slurm.asked = loop.metrics.asked
+        with suppress(GatewayError):  # a Slurm that does not answer now is no reason to have no metrics
+            greeting = parts.slurm.greeting()
+    sources = Sources(
+        {
+            "version": version("cadenza"),
+            "slurm": str(greeting.get("scontrol", greeting.get("pyslurm", ""))),
+            "source": "pyslurm" if "pyslurm" in greeting else "json",
+        },
+        settings=lambda: loop.settings,
+        last=lambda: (loop.last, parts.store.memory()) if loop.last is not None else None,
+        good_at_s=lambda: loop.good_at_s,
+        illness=loop.illness,
+        pause_s=lambda: loop.pause_s,
+        reports=lambda: parts.hub.reports,
+        refused=lambda: dict(parts.hub.refused),
+        store=parts.store.path,
+    )
+    registry.register(ClusterGauges(sources))
+    return MetricsServer(loop.settings.service.metrics, "service.metrics", registry, loop.illness)
 
 
 def _opened_store(settings: Settings, clock: SystemClock) -> SqliteStore:

@@ -27,6 +27,7 @@ from cadenza.policies.sharing.state.settings import (
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.bounds import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
+from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -75,6 +76,14 @@ class ServiceTable(msgspec.Struct, frozen=True):
     socket: Annotated[Text, Meta(description="Socket at which users read the record of their own jobs")] = (
         "/run/cadenzad/jobs.sock"
     )
+    metrics: Annotated[
+        str,
+        Meta(
+            description="Address at which Prometheus reads /metrics and others /healthz, such as 127.0.0.1:9852; "
+            "empty: none",
+            pattern=ADDRESS,
+        ),
+    ] = ""
     lanes_on_demand: Annotated[
         LaneCount,
         Meta(

@@ -213,12 +213,16 @@ def idle_waiting_s(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memo
 
 
 def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
-    waiting = [
+    return idle_waiting_gpus(free_gpus(snapshot), narrowest_waiting(snapshot, memory))
+
+
+def narrowest_waiting(snapshot: ClusterSnapshot, memory: Memory) -> dict[Wanted, int]:
+    """Return the smallest number of GPUs that a waiting job needs, for each of its partitions by itself."""
+    return narrowest_jobs(
         (Wanted(job.partition, job.gpu_type, job.barred), job.gpus)
         for job in snapshot.jobs
         if waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-    ]
-    return idle_waiting_gpus(free_gpus(snapshot), narrowest_jobs(waiting))
+    )
 
 
 # --- Starts ------------------------------------------------------------------------------------------------------

@@ -125,6 +125,8 @@ class Hub:
     def __init__(self, settings: HubSettings, clock: SystemClock) -> None:
         """Read the keys; raise HubError naming the one at fault."""
         self.settings = settings
+        self.reports = 0
+        """Reports that have come."""
         self.refused: Counter[str] = Counter()
         """Refused frames by cause."""
         self.address = ""
@@ -429,6 +431,7 @@ class Hub:
     def _take_in(self, message: FromAgent) -> None:
         now_s = self._clock.monotonic()
         if isinstance(message, Report):
+            self.reports += 1
             for event in self._registry.update(message, self._clock.now(), now_s):
                 self._note(event)
         elif isinstance(message, Steps):

@@ -67,6 +67,11 @@ class ClusterGateway:
         """
         return min(self._answers_s) if len(self._answers_s) > STALL_ANSWERS else 0.0
 
+    @property
+    def answer_s(self) -> float:
+        """Time that Slurm took for its last answer, seconds."""
+        return self._answers_s[-1] if self._answers_s else 0.0
+
     def read(self) -> ClusterSnapshot:
         """Observe the cluster in four steps; errors of the Slurm gateway pass through."""
         # 1. Jobs and nodes as Slurm has them.
@@ -162,7 +167,8 @@ class ClusterGateway:
         self._hub.mark_suspended(action.job, suspended=True)
         agents = self._hub.agents()
         seen = self._before or ClusterSnapshot(self._clock.now(), (), ())
-        parts = parts_by_job(seen, agents).get(action.job)
+        its_own = {host: agents[host] for host in self._parts.get(action.job, ()) if host in agents}
+        parts = parts_by_job(seen, its_own).get(action.job)
         if parts and not action.repair and merge(parts, agents).state in ("held", "stopping"):
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:

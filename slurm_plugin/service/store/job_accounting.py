@@ -11,12 +11,12 @@ import msgspec
 
 from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.simulator.figures import bounded_slowdown
 from cadenza.sidecar.orders import Switched
 from cadenza.slurm_plugin.service.accounting import effects, usage
 from cadenza.slurm_plugin.service.accounting.effects import Effect, Marks
-from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Start
+from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Spent, Start
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -35,6 +35,19 @@ class Baseline:
     marks: Mapping[JobKey, Marks] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class News:
+    """Findings of one round, for the service's metrics."""
+
+    verdicts: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and verdict of each earlier action whose effect is known now."""
+    spent: tuple[Spent, ...] = ()
+    started: list[tuple[Job, float]] = field(default_factory=list)
+    """Jobs that started for the first time, with their time in the queue in seconds."""
+    ended: list[tuple[Job, float]] = field(default_factory=list)
+    """Jobs that ended, with their bounded slowdown."""
+
+
 class JobAccounting:
     """Writes through the store's connection, in its transactions.
 
@@ -44,6 +57,7 @@ class JobAccounting:
     def __init__(self, link: sqlite3.Connection, last: ClusterSnapshot | None) -> None:
         """``last``: the snapshot of the last round on record."""
         self._link = link
+        self.news = News()
         starts, effects_in_force = self._open(Start, "starts", "free_s"), self._open(Effect, "effects", "ended_s")
         query = "SELECT coalesce(sum(turn_s), 0) FROM hours WHERE job = ? AND restart = ?"
         keys = [job.key for job in last.jobs] if last is not None else []
@@ -95,6 +109,7 @@ class JobAccounting:
 
     def _spend(self, before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> dict[JobKey, float]:
         rows, idle_s = usage.spent(before, after, memory), usage.idle_waiting_s(before, after, memory)
+        self.news.spent = rows
         for hour, part in usage.by_hour(before.time_s, after.time_s):
             self._link.execute(
                 "INSERT INTO watched VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET seconds = seconds + excluded.seconds,"
@@ -125,14 +140,19 @@ class JobAccounting:
                     job.key.id,
                 ),
             )
+            query = "SELECT wait_s FROM first_starts WHERE job = ?"
+            self.news.started.append((job, self._link.execute(query, (job.key.id,)).fetchone()[0]))
         for ended in usage.ended(before, after):
             query = "SELECT coalesce(sum(queue_s + turn_s), 0), coalesce(sum(held_s), 0) FROM hours WHERE job = ?"
             waited_s, held_s = self._link.execute(query, (ended,)).fetchone()
-            self._link.execute(
+            slowdown = bounded_slowdown(waited_s + held_s, held_s)
+            cursor = self._link.execute(
                 "UPDATE first_starts SET ended_s = ?, slowdown = ?, waited_s = ?, held_s = ?"
                 " WHERE job = ? AND ended_s IS NULL",
-                (after.time_s, bounded_slowdown(waited_s + held_s, held_s), waited_s, held_s, ended),
+                (after.time_s, slowdown, waited_s, held_s, ended),
             )
+            if cursor.rowcount:
+                self.news.ended.append((before.by_id[ended], slowdown))
 
     def _watch(
         self, starts: tuple[Start, ...], snapshot: ClusterSnapshot, turns: Mapping[JobKey, float]

@@ -21,7 +21,7 @@ from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, schema
-from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting
+from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting, News
 from cadenza.slurm_plugin.service.store.verification import verdict
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,11 @@ class SqliteStore:
         """Return the memory of the last recorded decision; an empty one in a fresh store."""
         return self._memory
 
+    @property
+    def news(self) -> News:
+        """Findings of the last round."""
+        return self._accounting.news
+
     def last_snapshot(self) -> ClusterSnapshot | None:
         """Return the snapshot of the last recorded round; None without one that can be read."""
         row = self._link.execute("SELECT snapshot FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
@@ -113,6 +118,7 @@ class SqliteStore:
         round_, checked, self._checked = (snapshot, decision, memory), self._checked, None
         fresh = checked is None or any(a is not b for a, b in zip(checked[0], round_, strict=True))
         written = self._written(*round_) if checked is None or fresh else checked[1]
+        self._accounting.news = News()
         with self._transaction():
             # 1. Verdicts on earlier actions, and the settings of this round.
             self._verify(snapshot)
@@ -307,13 +313,14 @@ class SqliteStore:
         return replace(memory, placed=memory.placed - unsure)
 
     def _verify(self, snapshot: ClusterSnapshot) -> None:
-        rows = self._link.execute("SELECT id, at_s, action FROM actions WHERE ok = 1 AND verified IS NULL")
-        for identity, at_s, text in rows.fetchall():
+        rows = self._link.execute("SELECT id, at_s, kind, action FROM actions WHERE ok = 1 AND verified IS NULL")
+        for identity, at_s, kind, text in rows.fetchall():
             try:
                 verified = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
             except record_codec.UNREADABLE:
                 verified = "gone"
             if verified is not None:
+                self.news.verdicts.append((kind, verified))
                 self._link.execute(
                     "UPDATE actions SET verified = ?, verified_s = ? WHERE id = ?",
                     (verified, snapshot.time_s, identity),
