@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
@@ -531,6 +531,19 @@ class ClusterSnapshot:
     def host_of(self) -> Mapping[str, str]:
         """Return the host of each node."""
         return {node.name: node.host for node in self.nodes}
+
+    @cached_property
+    def on_host(self) -> Mapping[str, Sequence[Node]]:
+        """Return the nodes of each host, in order of names."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(node.host, []).append(node)
+        return found
+
+    @cached_property
+    def taken(self) -> Mapping[str, str]:
+        """Return the first process without a lease of each host that has some."""
+        return {host.name: host.taken[0] for host in self.hosts if host.taken}
 
     @cached_property
     def by_id(self) -> Mapping[int, Job]:

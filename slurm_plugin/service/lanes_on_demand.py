@@ -76,7 +76,7 @@ def requests(store: Path) -> Mapping[str, int]:
 
 def refusal_reason(snapshot: ClusterSnapshot, host: str, partitions: Collection[str]) -> str | None:
     """Return why a host can have no lanes on demand; None if it can."""
-    nodes = [node for node in snapshot.nodes if node.host == host]
+    nodes = snapshot.on_host.get(host, ())
     first = next((node for node in nodes if node.lane == 0), None)
     static = next((node for node in nodes if node.lane and not node.dynamic), None)
     if first is None:
@@ -159,7 +159,7 @@ def missing_reasons(snapshot: ClusterSnapshot, host: Host) -> Iterator[str]:
 
 def _nodes(snapshot: ClusterSnapshot, host: str) -> tuple[Node | None, Mapping[int, Node]]:
     """Return lane 0 of a host, and its lanes on demand that Slurm has."""
-    nodes = [node for node in snapshot.nodes if node.host == host]
+    nodes = snapshot.on_host.get(host, ())
     first = next((node for node in nodes if node.lane == 0), None)
     return first, {node.lane: node for node in nodes if node.lane and node.dynamic}
 

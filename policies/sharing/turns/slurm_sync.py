@@ -70,7 +70,8 @@ def take_turns(state: SharingState) -> None:
         first = preferred(contenders, state.ranks)
         contenders = [replace(c, preferred=True) if c.key in first else c for c in contenders]
     # 3. One turn for each group of jobs that share GPUs.
-    resumable = {job.key for kind in ("RUNNING", "SUSPENDED") for job, _ in state.managed(kind)}
+    kinds = ("RUNNING", "SUSPENDED") if contenders else ()
+    resumable = {job.key for kind in kinds for job, _ in state.managed(kind)}
     for group in groups(contenders):
         turn = next_turn(
             group,
@@ -98,7 +99,9 @@ def list_departures(state: SharingState) -> None:
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
     state.leaving = frozenset(leaving)
-    state.giving_back = {j.key: reason for j in state.leased if (reason := _requeue_reason(j, state, rivals))}
+    # On lane 0 alone only a job that is lost gives its place back.
+    able = state.leased if state.further else [j for j in state.leased if j.lease is not None and j.lease.lost]
+    state.giving_back = {j.key: reason for j in able if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -175,9 +178,10 @@ def _sentences(state: SharingState, waiting: Callable[[], Mapping[JobKey, str]])
         state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
     found: dict[JobKey, str] = {}
     further = [more for more in (state.stranded, state.size_reasons, state.keeps_cpus) if more]
+    owed_s = {debt[:2]: debt.owed_s for debt in state.memory.sharing.debts}
     for job in state.snapshot.jobs:
         if job.options is not None:
-            reason = _reason(job, state)
+            reason = _reason(job, state, owed_s.get(job.key, 0.0))
             if further:
                 reason = "; ".join(filter(None, (reason, *(more.get(job.key) for more in further))))
             found[job.key] = reason
@@ -200,11 +204,12 @@ def _alone(state: SharingState) -> dict[JobKey, Lease]:
     found: dict[JobKey, Lease] = {}
     if state.further:
         return found
+    by_gpu = state.by_gpu
     for job in state.jobs.values():
         lease = job.lease
         if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
             stays = not lease.exclusive and job.key not in state.stopping and job.key not in state.packed
-            if stays and not lease.late and all(len(state.by_gpu[gpu]) == 1 for gpu in lease.gpus):
+            if stays and not lease.late and all([len(by_gpu[gpu]) == 1 for gpu in lease.gpus]):
                 found[job.key] = lease
     return found
 
@@ -409,7 +414,7 @@ def release_plan(
 # --- Reasons -------------------------------------------------------------------------------------------
 
 
-def _reason(job: Job, state: SharingState) -> str:
+def _reason(job: Job, state: SharingState, owed_s: float) -> str:
     """Return the sentence of a job by its state, when no action says more."""
     reason = exclusion_reason(job, state.settings) or state.placement_reasons.get(job.key)
     if reason is not None:
@@ -426,12 +431,11 @@ def _reason(job: Job, state: SharingState) -> str:
     turn = NOT_ASKED if job.lease.late else turn
     turn = f"{turn}; {job.lease.no_room}" if job.lease.no_room else turn
     early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
-    turn += early + _in_debt(job, state) + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+    turn += early + _in_debt(owed_s) + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
     return state.giving_back.get(job.key, turn)
 
 
-def _in_debt(job: Job, state: SharingState) -> str:
-    owed_s = next((debt.owed_s for debt in state.memory.sharing.debts if debt[:2] == job.key), 0.0)
+def _in_debt(owed_s: float) -> str:
     return f"; its last start had its GPUs for {owed_s:.0f} s while others waited, which counts" if owed_s else ""
 
 
@@ -439,8 +443,8 @@ def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:
     """Name the processes without a lease on the hosts of a job that waits for its GPUs."""
     if lease.state == "held":
         return ""
-    hosts = {node.host for node in snapshot.nodes if node.name in job.nodes}
-    found = [taken for host in snapshot.hosts if host.name in hosts for taken in host.taken]
+    taken, host_of = snapshot.taken, snapshot.host_of
+    found = [taken[host] for host in sorted({host_of.get(name, "") for name in job.nodes}) if host in taken]
     return f"; {found[0]}" if found else ""
 
 

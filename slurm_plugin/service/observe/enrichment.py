@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -35,20 +36,25 @@ def with_profiles(
     """
     default = gpu_memory_gb.get("")
     nodes = tuple(
-        replace(node, gpu_memory_gb=gpu_memory_gb.get(node.gpu_type, default)) if node.gpus else node
+        replace(node, gpu_memory_gb=size)
+        if node.gpus and (size := gpu_memory_gb.get(node.gpu_type, default)) != node.gpu_memory_gb
+        else node
         for node in snapshot.nodes
     )
     by_name = {node.name: node for node in nodes}
     every_type = frozenset(node.gpu_type for node in nodes)
+    types_in: defaultdict[str, set[str]] = defaultdict(set)
+    for node in nodes:
+        for partition in node.partitions if node.gpus else ():
+            types_in[partition].add(node.gpu_type)
 
     def profiled(job: Job) -> Job:
         if job.options is None or not job.gpus:
             return job
         placed = replace(job, placement=placement_of(job, by_name, tunes.get(job.key, ())))
         names = job.nodes or job.required_nodes
-        given = [by_name[name] for name in names if name in by_name]
-        eligible = given if names else [node for node in nodes if node.gpus and job.partition in node.partitions]
-        choice = library.choose(job, frozenset(node.gpu_type for node in eligible), every_type)
+        given = {by_name[name].gpu_type for name in names if name in by_name}
+        choice = library.choose(job, given if names else types_in.get(job.partition, ()), every_type)
         if refiner is not None:
             node = by_name.get(job.nodes[0]) if job.nodes else None
             choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
