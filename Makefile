@@ -29,7 +29,7 @@ test-fast: install
 
 # The wheels of cadenza-client, cadenza-agent and cadenza, in dist/.
 wheels: install
-	rm -rf dist
+	rm -f dist/*.whl
 	$(BIN)/python packaging/wheels.py dist
 
 # Debian's packages in dist/debs, built and tried in a container; for Debian 13 in dist/debs-24.11: make debs SLURM=24.11
@@ -49,9 +49,10 @@ $(BIN)/.ansible: $(BIN)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ansible]'
 	touch $@
 
-# The blocks of docs/install.md and docs/maintenance.md, one by one, on a plain Slurm in containers.
+# The blocks of the pages Install, A second lane and Maintain, one by one, on a plain Slurm in containers, SLURM as above;
+# those of the page on wheels: make test-guide WAY=wheels
 test-guide: install
-	$(BIN)/python -m pytest tests/guide -m packages -x
+	WAY=$(WAY) $(BIN)/python -m pytest tests/guide -m packages -x
 
 # A site's rarer cases on the container cluster, too long for a ring.
 test-sites: install

@@ -19,6 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CONTAINER = ROOT / "container"
 ENGINE = os.environ.get("CADENZA_ENGINE", "docker")
+RELEASE = os.environ.get("SLURM", "26.05")
+"""Of Slurm; each is that of a release of Debian."""
+DEBS = ROOT / "dist" / ("debs" if RELEASE == "26.05" else f"debs-{RELEASE}")
 BIN = "/opt/cadenza/bin"
 PYTHON, TORCHRUN, CADENZA = f"{BIN}/python", f"{BIN}/torchrun", f"{BIN}/cadenza"
 EXAMPLES = "/opt/cadenza/examples"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,10 +12,11 @@ from pathlib import Path
 
 from guide_blocks import BUILDER, HOSTS, ROOT, USER, Block
 
-from cluster import CONTAINER, ENGINE, script, wait_for
+from cluster import CONTAINER, DEBS, ENGINE, RELEASE, script, wait_for
 
-IMAGE = "cadenza-site"
-BASE = "debian:forky-slim"
+SUITE = {"26.05": "forky", "24.11": "trixie"}[RELEASE]
+IMAGE = f"cadenza-site:{SUITE}"
+BASE = f"debian:{SUITE}-slim"
 SHARED = "/home/shared"
 GPUS = 4
 UNASKED = "DEBIAN_FRONTEND=noninteractive"
@@ -109,8 +112,9 @@ class PlainSite(Site):
 
     logs = "tail -n 40 /var/log/units/*.log"
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, *, wheels: bool = False) -> None:
+        """With ``wheels`` the machines see what the page on wheels copies, and reach the index of packages."""
+        self.name, self.folder, self.wheels = name, folder, wheels
 
     def up(self) -> None:
         script("ensure-docker")
@@ -126,10 +130,12 @@ class PlainSite(Site):
             (slurm / name).write_text(text)
         (self.folder / "home").mkdir()
         (self.folder / "home").chmod(0o1777)
-        debs = ROOT / "dist" / "debs"
-        debs.mkdir(parents=True, exist_ok=True)
+        packages = self.folder / "wheels" if self.wheels else DEBS
+        packages.mkdir(parents=True, exist_ok=True)
         subprocess.run([ENGINE, "network", "create", self._label, self._network], check=True, stdout=subprocess.DEVNULL)
-        shared = [f"{slurm}:/etc/slurm", f"{self.folder}/home:{SHARED}", f"{debs}:/srv/cadenza:ro"]
+        shared = [f"{slurm}:/etc/slurm", f"{self.folder}/home:{SHARED}", f"{packages}:/srv/cadenza:ro"]
+        if self.wheels:
+            shared += [f"{bundle}:{bundle}:ro" for bundle in {os.environ.get("PIP_CERT")} - {None}]
         for machine in ("ctl", *HOSTS):
             self._start(machine, [*shared, f"{CONTAINER}/image/bin:/opt/cluster:ro"])
         self.wait_idle()
@@ -150,8 +156,20 @@ class PlainSite(Site):
     def down(self) -> None:
         script("down", "--name", self.name)
 
+    def execute(self, block: Block) -> str:
+        """Run a block; what the build machine has made is then in the folder that all machines see."""
+        printed = super().execute(block)
+        if self.wheels and block.title == BUILDER:
+            for wheel in (ROOT / "dist").glob("*.whl"):
+                shutil.copy(wheel, self.folder / "wheels")
+            for tree in ("slurm_plugin/spank", "slurm_plugin/lua", "docs/systemd"):
+                shutil.copytree(ROOT / tree, self.folder / "wheels" / tree.removeprefix("docs/"))
+        return printed
+
     def ran(self, machine: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return run_here([ENGINE, "exec", "--env", UNASKED, self._container(machine), *words])
+        index = [f"{name}={os.environ[name]}" for name in ("PIP_INDEX_URL", "PIP_CERT") if name in os.environ]
+        known = [word for value in (UNASKED, *index) for word in ("--env", value)]
+        return run_here([ENGINE, "exec", *known, self._container(machine), *words])
 
     def _container(self, machine: str) -> str:
         return f"{self.name}-{machine}"

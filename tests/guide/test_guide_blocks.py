@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from guide_blocks import BUILDER, CONTROLLER, EACH_HOST, HOSTS, OUTPUT, ROOT, USER, Block, blocks_of
+from guide_blocks import (
+    BUILDER,
+    CONTROLLER,
+    EACH_HOST,
+    EACH_MACHINE,
+    HOSTS,
+    OTHERS,
+    OUTPUT,
+    ROOT,
+    USER,
+    Block,
+    blocks_of,
+    by_wheels,
+)
 from plain_site import BlockFailedError, PlainSite
 
-PAGES = [ROOT / "docs" / name for name in ("install.md", "maintenance.md")]
-MACHINES = {CONTROLLER, EACH_HOST, USER, BUILDER, *HOSTS}
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("install", "second-lane", "maintenance", "wheels")]
+MACHINES = {CONTROLLER, EACH_HOST, USER, BUILDER, *HOSTS, *EACH_MACHINE, *OTHERS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -21,14 +34,18 @@ def test_each_block_names_its_machine_or_file(page: Path) -> None:
     assert all(block.language == "text" for block in blocks if block.title == OUTPUT)
 
 
-def test_the_guide_has_at_most_15_steps_for_a_site_and_5_for_a_host() -> None:
+def test_the_guide_has_eight_steps_for_a_site_and_two_for_a_host() -> None:
     steps = [block for block in blocks_of(PAGES[0]) if block.language == "bash"]
     hosts = sum(block.title == EACH_HOST for block in steps)
-    assert len(steps) - hosts <= 15
-    assert hosts <= 5
-    words = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen")
-    said = f"{words[len(steps) - hosts - 10]} steps for a site and {('three', 'four', 'five')[hosts - 3]} a host"
-    assert said in PAGES[0].read_text()
+    assert (len(steps) - hosts, hosts) == (8, 2)
+    assert "Eight steps for a site and two a host" in PAGES[0].read_text()
+
+
+def test_wheels_take_the_place_of_packages_and_of_nothing_else() -> None:
+    text = "".join(block.text for block in by_wheels(PAGES[0], PAGES[-1]))
+    assert "cadenza{,-agent" not in text
+    assert "make debs" not in text
+    assert {"cadenza plan --partition shared", "cadenza doctor", "make wheels"} <= set(text.splitlines())
 
 
 @pytest.mark.parametrize(

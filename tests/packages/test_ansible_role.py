@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import CONTAINER, ENGINE, ROOT, script
+from cluster import CONTAINER, DEBS, ENGINE, RELEASE, ROOT, script
 
-DEBS = ROOT / "dist" / "debs"
 SSH = """#!/bin/sh
 # The last two words are the host and the command.
 for word; do host=$command command=$word; done
@@ -36,6 +35,7 @@ ansible_ssh_executable={ssh}
 ansible_ssh_transfer_method=piped
 ansible_pipelining=true
 cadenza_packages={debs}
+cadenza_slurm={release}
 cadenza_accounting=false
 cadenza_daemons=false
 """
@@ -68,14 +68,14 @@ def test_the_role_installs_a_site_and_changes_nothing_the_second_time(hosts: str
     ssh = tmp_path / "ssh"
     ssh.write_text(SSH.replace("ENGINE", ENGINE))
     ssh.chmod(0o755)
-    (tmp_path / "hosts").write_text(INVENTORY.format(name=hosts, ssh=ssh, debs=DEBS))
+    (tmp_path / "hosts").write_text(INVENTORY.format(name=hosts, ssh=ssh, debs=DEBS, release=RELEASE))
     first, second = play(tmp_path), play(tmp_path)
     assert first.keys() == second.keys() == {"ctl", "node1"}
     assert min(first.values()) >= 5
     assert set(second.values()) == {0}
     for host in ("ctl", "node1"):
         assert "cadenza-agent" in engine("exec", f"{hosts}-{host}", "cadenza-agent", "--version").stdout
-        engine("exec", f"{hosts}-{host}", "cadenza", "check-config")
+        engine("exec", f"{hosts}-{host}", "cadenza", "config", "--check")
         assert "plugstack.conf.d" in engine("exec", f"{hosts}-{host}", "cat", "/etc/slurm/plugstack.conf").stdout
     secret = f"{KEYS}/agents/node1.key_secret"
     assert engine("exec", f"{hosts}-node1", "stat", "-c%U %a", secret).stdout == "root 600\n"

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from test_faults import overlaps, yields
 
-from cluster import ROOT, script, wait_for
+from cluster import DEBS, RELEASE, ROOT, script, wait_for
 from harness import FOUR_GPUS, PACED_JOB, SOURCE, Cluster
 
 NODES = ("node1", "node2")
-PLUGINS = "cadenza-slurm26.05"
+PLUGINS = f"cadenza-slurm{RELEASE}"
 PACKAGES = ("cadenza", "cadenza-agent", "cadenza-client", PLUGINS)
 DIGESTS = ("losses_sha256", "parameters_sha256")
 LANES = ("node1", "node1-l1")
@@ -34,9 +34,9 @@ pytestmark = [pytest.mark.packages, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two hosts of four GPUs in two lanes, installed from the packages in dist/debs."""
+    """Two hosts of four GPUs in two lanes, installed from the packages of `make debs`."""
     script("build")
-    script("build-packages", ROOT / "dist" / "debs")
+    script("build-packages", DEBS)
     cluster = Cluster(f"cadenzapackages{os.getpid()}")
     try:
         cluster.up("--from-packages", "--nodes", len(NODES), "--config", ROOT / "tests/cluster/fast.toml")
