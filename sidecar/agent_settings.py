@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from cadenza.sidecar.config import SECTIONS, load
+from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.sidecar.wire import DEFAULT_SOCKET
 
 
@@ -26,6 +27,14 @@ class AgentSettings(msgspec.Struct, frozen=True):
     socket: Annotated[str, Meta(description="Unix socket that jobs and the SPANK plugin connect to", min_length=1)] = (
         DEFAULT_SOCKET
     )
+    metrics: Annotated[
+        str,
+        Meta(
+            description="Address at which Prometheus reads /metrics and others /healthz, such as 127.0.0.1:9853; "
+            "empty: none",
+            pattern=ADDRESS,
+        ),
+    ] = ""
     state_dir: Annotated[str, Meta(description="Directory of leases.json", min_length=1)] = "/var/lib/cadenza"
     keys: Annotated[
         str, Meta(description="Directory with agents/HOST.key_secret and service.key (made by cadenza keygen)")

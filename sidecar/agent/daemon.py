@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import zmq
 
@@ -33,6 +33,7 @@ from cadenza.sidecar.agent.leases.lease_table import LeaseTable
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.state_files import LeaseFile, TuningFile
 from cadenza.sidecar.agent.telemetry.collector import Collector
+from cadenza.sidecar.agent.telemetry.gpu_job_files import GpuJobFiles
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
@@ -45,8 +46,12 @@ from cadenza.sidecar.agent.turns.early_use import EarlyUse
 from cadenza.sidecar.agent.turns.memory_guard import MemoryGuard
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.orders import JobOrder
 from cadenza.sidecar.sd_notify import notify
+
+if TYPE_CHECKING:
+    from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +63,8 @@ RETRY_S = 1.0
 """Time between two attempts to write the leases to a full disk."""
 ALIVE_S = 5.0
 """Time between two notifications of systemd's watchdog; the unit's WatchdogSec is several times as long."""
+STILL_S = 15.0
+"""Time without a pass of the event loop after which the agent is not well."""
 SWEEP_S = 1.0
 """Time between two searches for ended processes without a pidfd."""
 
@@ -107,6 +114,10 @@ class Daemon:
             "watching for early use": EarlyUse(self.host, self._gpu_watch).tick,
         }
         self._poller = zmq.Poller()
+        self._gpu_jobs = GpuJobFiles(Path(settings.socket).parent)
+        self._metrics: AgentMetrics | None = None
+        self._passed_s = clock.monotonic()
+        """Monotonic time of the event loop's last pass."""
         self._watched: dict[int, int] = {}
         """Pid by pidfd."""
         self._written = -1
@@ -121,6 +132,7 @@ class Daemon:
         listener = Listener(Path(settings.socket))
         link.link(link.LIBRARY, Path(settings.socket).parent)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
+        self._server = self._metrics_server(version) if settings.metrics else None
 
     # --- start and end -------------------------------------------------------------------------------------
 
@@ -149,6 +161,19 @@ class Daemon:
             log.info("no service configured: jobs take turns locally")
             return None
         return read_keys(Path(self._settings.keys), self._settings.host_name)
+
+    def _metrics_server(self, version: str) -> MetricsServer:
+        """Return the running server of ``/metrics``; raise ConfigError if it cannot be had."""
+        registry = new_registry("agent.metrics")
+        from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
+
+        self._metrics = AgentMetrics(registry, self.host, version, self._lanes.faults)
+        return MetricsServer(self._settings.metrics, "agent.metrics", registry, self.illness)
+
+    def illness(self) -> str:
+        """Return why this agent serves nobody, in one line; "" if it does. For any thread."""
+        still_s = self.host.clock.monotonic() - self._passed_s
+        return f"the event loop has stood still for {still_s:.0f} s" if still_s > STILL_S else ""
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; leases stay on disk and jobs run on."""
@@ -179,6 +204,8 @@ class Daemon:
 
     def close(self) -> None:
         """Close everything that is open."""
+        if self._server is not None:
+            self._server.close()
         self._peers.listener.close()
         self._driver.close()
         self._gpu_watch.close()
@@ -198,6 +225,7 @@ class Daemon:
         """Make one pass of the event loop: messages first, decisions next, and answers once the leases are on disk."""
         # 1. Wait for an event; while a job is being stopped its ranks' pages are read often.
         tick_s = STOPPING_TICK_S if self.host.stopping else WATCH_S if self._arbiter.watching else TICK_S
+        self._passed_s = self.host.clock.monotonic()
         events = self._poller.poll(int(tick_s * 1000))
         # 2. Move the leases' times along if the wall clock jumped, before anything is written into them.
         self.host.follow_clock()
@@ -227,6 +255,7 @@ class Daemon:
                 tick()
         # 7. Write the leases to disk; only then tell jobs, driver path and service about them.
         if self._write_leases():
+            self._gpu_jobs.write(self.host.leases, self._gpu_watch.last)
             for session in self.host.outbox.flush():
                 self._peers.lose(session)
             self._driver.flush()
@@ -330,6 +359,8 @@ class Daemon:
     def _report(self) -> None:
         """Send the service the queued messages, and a report if one is due."""
         messages, self.host.upward = self.host.upward, []
+        if self._metrics is not None:
+            self._metrics.messages(messages)
         if self._link is not None:
             self._link.send(messages)
             if report := self._reporter.due():

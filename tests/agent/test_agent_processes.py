@@ -378,7 +378,7 @@ def test_gpus_do_not_stand_idle_for_a_suspend_that_does_not_come() -> None:
 class Driver:
     """A GPU as a driver would show it: what each process has there."""
 
-    index, divided = 0, False
+    index, divided, names = 0, False, ("0", "GPU-5c")
 
     def __init__(self) -> None:
         self.sizes: dict[int, int | None] = {}

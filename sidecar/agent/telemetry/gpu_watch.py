@@ -44,6 +44,8 @@ class Look(NamedTuple):
     """GPUs with MIG, of which no processes are named: Slurm numbers their instances."""
     later_s: Mapping[int, float] = {}
     """Monotonic time before a later look at some GPUs."""
+    names: Mapping[int, tuple[str, ...]] = {}
+    """The names that exporters have for each GPU, see ``GpuDevice``."""
 
     def since_s(self, gpus: Iterable[int]) -> float:
         """Return the monotonic time before the look at the one of some GPUs that was looked at first."""
@@ -219,6 +221,7 @@ class GpuWatch:
         on_gpu = {device.index: None if divided else device.processes() for device in devices}
         memory = {device.index: device.memory() for device in devices}
         if not gpus:
-            return Look(began_s, on_gpu, memory, divided)
+            return Look(began_s, on_gpu, memory, divided, names={device.index: device.names for device in devices})
         later_s = {**last.later_s, **dict.fromkeys(gpus, began_s)}
-        return Look(last.began_s, {**last.on_gpu, **on_gpu}, {**last.memory, **memory}, divided, later_s)
+        on_gpu, memory = {**last.on_gpu, **on_gpu}, {**last.memory, **memory}
+        return Look(last.began_s, on_gpu, memory, divided, later_s, last.names)

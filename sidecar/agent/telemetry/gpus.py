@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 FAILED = frozenset({15, 16, 999})
 """NVML's errors of a device that has failed: NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED and _UNKNOWN (nvmlReturn_t)."""
+UUID = re.compile(r"GPU-[0-9a-fA-F-]+")
 NO_SAMPLES = 6
 """NVML_ERROR_NOT_FOUND: no process has used the GPU since the last look."""
 FIND_AGAIN_S = 60.0
@@ -74,6 +76,11 @@ class GpuDevice(Protocol):
         ...
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names that exporters have for it: NVML's index and the UUID, if they are known."""
+        ...
+
+    @property
     def divided(self) -> bool:
         """True if MIG is on, so that Slurm's indices are those of instances, and not of GPUs."""
         ...
@@ -86,6 +93,8 @@ class NvmlDevice:
         self._nvml = nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(position)
         self.index = int(self._ask(nvml.nvmlDeviceGetMinorNumber, position))
+        uuid = str(self._ask(nvml.nvmlDeviceGetUUID, ""))
+        self.names = (str(position), *((uuid,) if UUID.fullmatch(uuid) else ()))
         self._last_us = 0
 
     @property
@@ -158,6 +167,7 @@ class LostDevice:
     """A GPU of which NVML reports nothing, because it has failed."""
 
     divided = False
+    names = ()
 
     def __init__(self, index: int, reason: str) -> None:
         self.index = index
