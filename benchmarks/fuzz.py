@@ -367,7 +367,7 @@ def of_files(folder: Path) -> list[Boundary]:
     return [
         Boundary(
             "settings of the service", file_of(folder, "service.toml", load_settings), (ConfigError,), (toml,),
-            lambda path: ["check-config", str(path)], ".toml",
+            lambda path: ["config", "--check", str(path)], ".toml",
         ),
         Boundary(
             "settings of an agent", file_of(folder, "agent.toml", agent_settings.load_settings), (ConfigError,), (toml,)
@@ -397,7 +397,7 @@ def of_files(folder: Path) -> list[Boundary]:
         ),
         Boundary(
             "profiles", lambda data: read_profiles(text_in(data, "F"), "F"), inputs, (profiles,),
-            lambda path: ["profile", "validate", str(path)], ".json",
+            lambda path: ["profile", "show", str(path)], ".json",
         ),
         Boundary(
             "costs, failures, pairs", lambda data: _tables(text_in(data, "F"), nodes), inputs,

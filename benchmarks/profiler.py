@@ -6,7 +6,7 @@ text     a small transformer on text: hardly any preprocessing
 
 Both train for real. Without a GPU a step takes at least 40 ms, in which no CPU is used, as if a GPU computed. The grid
 are CPUs in quarters from a half on, given as quotas, so that two cores have seven points; it needs root or a delegated
-cgroup. All points of the grid are measured, in turns (`cadenza profile run --turns`): each is visited for a short
+cgroup. All points of the grid are measured, in turns (`cadenza profile run --set turns`): each is visited for a short
 while, again and again, so that a machine whose speed drifts is the same for all of them on average. The profile is
 what the profiler's search makes of these times: it sees those of the points for which it asks, and no others.
 

@@ -101,9 +101,9 @@ def cadenza_forecast(sample: ReplaySample, costs: Costs, lanes: int) -> Forecast
         shares = "".join(f"[accounts.{name}]\nshare = {share}\n" for name, share in SHARES.items())
         site.write_text(f"calc_s = {CALC_S * factor}\n[weights]\n{weights}{shares}")
         words = [
-            str(CADENZA), "simulate", "--trace", str(trace), "--nodes", CLUSTER, "--costs", str(file), "--per-job",
-            str(rows), "--site", str(site), "--round", str(costs.poll_s * factor), "--lanes", str(lanes),
-            "--quiet", "--json",
+            str(CADENZA), "simulate", "--trace", str(trace), "--nodes", CLUSTER, "--set", f"costs={file}", "--per-job",
+            str(rows), "--site", str(site), "--set", f"round={costs.poll_s * factor}", "--lanes",
+            str(lanes), "--json",
         ]  # fmt: skip
         done = run(words, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print Synergy's published runs and ours: its two deployment traces, through the shared round.
 
-The reference values were measured with the published simulator, code unchanged. With ``--preset synergy``'s
+The reference values were measured with the published simulator, code unchanged. With ``--set preset=synergy``'s
 conventions every figure must agree within 2 %.
 """
 

@@ -16,7 +16,7 @@ Kind: TypeAlias = Literal["ordering", "allocation", "sharing"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One policy as ``cadenza policies`` shows it."""
+    """One policy as ``cadenza simulate --help`` shows it."""
 
     name: str
     kind: Kind

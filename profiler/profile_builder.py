@@ -123,7 +123,7 @@ def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) 
     if (most := max(point.others for point in state.points)) > 1 / 2:
         notes.append(f"other processes used up to {most:.1f} CPUs at the same time")
     if (most := max(point.stolen for point in state.points)) > STOLEN:
-        hint = "" if state.points[-1].turn else ": --turns 8 measures the points in turns"
+        hint = "" if state.points[-1].turn else ": --set turns=8 measures the points in turns"
         notes.append(f"this virtual machine's host gave up to {most:.0%} of its CPU time to others{hint}")
     if not min(times) <= subject.share <= max(times):
         share = f"the proportional share, {subject.share:g} CPUs for each GPU,"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -27,18 +27,28 @@ Key: TypeAlias = tuple[str, ...]
 class ConfigError(Exception):
     """A settings or key file is wrong; the admin must correct the named file (exit code 2)."""
 
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
 
-def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
+
+def load(
+    path: Path,
+    kind: type[T],
+    *,
+    ignore: Iterable[str] = (),
+    also: Callable[[T], Iterable[tuple[Key, str]]] | None = None,
+) -> T:
     """Return the settings in ``path`` and its sibling ``conf.d/*.toml`` as the msgspec struct ``kind``.
 
-    Later files win key by key. ``ignore`` names top-level sections that belong to other programs. Raise ConfigError,
-    naming the file with its line and the key, for a file that cannot be read, an unknown key or a wrong value.
+    Later files win key by key. ``ignore`` names top-level sections that belong to other programs. ``also`` yields the
+    keys whose values are wrong by other rules, and why. Raise ConfigError for a file that cannot be read, or with a
+    line for each unknown key and each wrong value, which names the file with its line and the key.
     """
     values, origin = read(path)
     for section in ignore:
         values.pop(section, None)
-    _check_keys(values, kind, origin, (), extra=tuple(ignore))
-    return _convert(values, kind, origin, path)
+    return _checked(values, kind, origin, path, tuple(ignore), also)
 
 
 def load_file(path: Path, kind: type[T]) -> T:
@@ -46,15 +56,41 @@ def load_file(path: Path, kind: type[T]) -> T:
     values: dict[str, Any] = {}
     origin: dict[Key, Path] = {}
     _merge(values, _parse(path), origin, path, ())
-    _check_keys(values, kind, origin, ())
-    return _convert(values, kind, origin, path)
+    return _checked(values, kind, origin, path)
 
 
-def _convert(values: dict[str, Any], kind: type[T], origin: Mapping[Key, Path], path: Path) -> T:
-    try:
-        return msgspec.convert(values, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), origin, path)) from None
+def _checked(
+    values: dict[str, Any],
+    kind: type[T],
+    origin: Mapping[Key, Path],
+    path: Path,
+    extra: tuple[str, ...] = (),
+    also: Callable[[T], Iterable[tuple[Key, str]]] | None = None,
+) -> T:
+    """Return the values as a struct; each key that is wrong is taken out and named, so that the next one is found."""
+    faults = [*_unprintable(values, origin, ()), *_unknown_keys(values, kind, origin, (), extra)]
+    while True:
+        try:
+            settings = msgspec.convert(values, kind, strict=True)
+            break
+        except msgspec.ValidationError as error:
+            key, text = _explain(str(error), kind, origin, path)
+            faults.append(text)
+            if not key:  # something is missing
+                raise ConfigError(*faults) from None
+            _drop(values, key)
+    if also is not None:
+        faults += [f"{(file := origin.get(key, path))}{_line(file, key)}: {'.'.join(key)}: {text}"
+                   for key, text in also(settings)]  # fmt: skip
+    if faults:
+        raise ConfigError(*faults)
+    return settings
+
+
+def _drop(values: dict[str, Any], key: Key) -> None:
+    for name in key[:-1]:
+        values = values[name]
+    del values[key[-1]]
 
 
 def where(path: Path, key: Key) -> str:
@@ -100,34 +136,36 @@ def _merge(
             into[key] = {}
             _merge(into[key], value, origin, file, (*above, key))
         else:
-            _check_texts(value, file, (*above, key))
             into[key] = value
 
 
-def _check_texts(value: object, file: Path, key: Key) -> None:
-    """Raise ConfigError for a text with a control character: no name, path or address has one."""
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, str) and not item.isprintable():
-            name = ".".join(key)
-            raise ConfigError(f"{file}{_line(file, key)}: {name}: {printable(item)!r} is not one printable line")
+def _unprintable(values: dict[str, Any], origin: Mapping[Key, Path], above: Key) -> Iterator[str]:
+    """Yield a message for each text with a control character, and take it out: no name, path or address has one."""
+    for name, value in list(values.items()):
+        key = (*above, name)
+        if isinstance(value, dict):
+            yield from _unprintable(value, origin, key)
+        bad = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        if bad := [item for item in bad if not item.isprintable()]:
+            del values[name]
+            place = f"{origin[key]}{_line(origin[key], key)}"
+            yield f"{place}: {'.'.join(key)}: {printable(bad[0])!r} is not one printable line"
 
 
-def _check_keys(
-    values: Mapping[str, Any],
-    kind: type,
-    origin: Mapping[tuple[str, ...], Path],
-    above: tuple[str, ...],
-    *,
-    extra: tuple[str, ...] = (),
-) -> None:
-    """Raise ConfigError for the first key that the struct does not have, with its nearest one."""
+def _unknown_keys(
+    values: dict[str, Any], kind: type, origin: Mapping[Key, Path], above: Key, extra: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Yield a message for each key that the struct does not have, with its nearest one, and take it out."""
     fields = get_type_hints(kind, include_extras=True)
-    for key, value in values.items():
-        if key not in fields:
-            raise ConfigError(_unknown(origin[(*above, key)], (*above, key), value, (*fields, *extra)))
-        inner = _struct_in(fields[key])
+    for name, value in list(values.items()):
+        key = (*above, name)
+        if name not in fields:
+            yield _unknown(origin[key], key, value, (*fields, *extra))
+            del values[name]
+            continue
+        inner = _struct_in(fields[name])
         if inner is not None and isinstance(value, dict):
-            _check_keys(value, inner, origin, (*above, key))
+            yield from _unknown_keys(value, inner, origin, key)
 
 
 def _struct_in(kind: Any) -> type | None:
@@ -146,13 +184,26 @@ def _unknown(file: Path, key: tuple[str, ...], value: object, valid: Iterable[st
     return f"{file}{_line(file, key)}: unknown {subject}; {hint}"
 
 
-def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> str:
-    """Turn msgspec's ``Expected … - at `$.a.b``` into the file, the key and what was expected."""
+def _explain(error: str, kind: type, origin: Mapping[Key, Path], path: Path) -> tuple[Key, str]:
+    """Turn msgspec's ``Expected … - at `$.a.b``` into the key and a message with the file and what was expected."""
     problem, _, place = error.partition(" - at `")
     names = tuple(part.split("[")[0] for part in place.rstrip("`").split(".")[1:])
     key = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
     file = origin.get(key, path)
-    return f"{file}{_line(file, key)}: {'.'.join(names) or 'top level'}: {problem[:1].lower()}{problem[1:]}"
+    if allowed := _allowed(kind, names):
+        problem = f"{problem.replace('Invalid enum value', '').strip()} is none of {', '.join(allowed)}"
+    return key, f"{file}{_line(file, key)}: {'.'.join(names) or 'top level'}: {problem[:1].lower()}{problem[1:]}"
+
+
+def _allowed(kind: Any, names: Key) -> tuple[str, ...]:
+    """Return the values that a key with a choice of them may have."""
+    if names:
+        inner = _struct_in(kind)
+        fields = get_type_hints(inner, include_extras=True) if inner is not None else {}
+        return _allowed(fields[names[0]], names[1:]) if names[0] in fields else ()
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    return next((found for part in get_args(kind) if (found := _allowed(part, ()))), ())
 
 
 _SECTION = re.compile(r"\s*\[([^\[\]]+)\]")

@@ -60,11 +60,11 @@ class SearchCluster(Cluster):
         """Return the seconds from the first submission of one search to the result that reaches the target."""
         name = f"{'sweep' if shared else 'order'}-{seed}"
         self.write(f"{name}.csv", order(seed))
-        rule = [part for key, value in RULE.items() for part in (f"--{key}", str(value))] if shared else ["--rule=none"]
+        rule = [f"--set={key}={value}" for key, value in RULE.items()] if shared else ["--rule=none"]
         self.run(
             "ctl", CADENZA, "sweep", "run", f"{SHARED}/{name}.csv", f"--dir={SHARED}/sweeps/{name}", "--json",
-            f"--target={TARGET}", "--no-finish", "--poll-s=0.2", "--slurm-s=2", *rule,
-            *([] if shared else ["--no-share"]), "--", "--gres=gpu:1", "--mem=300", "--cpus-per-task=1",
+            f"--target={TARGET}", "--set=finish=no", "--set=poll-s=0.2", "--set=slurm-s=2", *rule,
+            *([] if shared else ["--set=share=no"]), "--", "--gres=gpu:1", "--mem=300", "--cpus-per-task=1",
             f"--chdir={SHARED}", "--output=/dev/null", f"--wrap={train(step_s)}",
             user="alice",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from unicodedata import category
 
 from cadenza.policies.core.model import Gpu, JobKey, Lease
 
@@ -41,14 +42,21 @@ def jobs_called(names: Sequence[str]) -> str:
 def printable(text: str, length: int = 200) -> str:
     r"""Return a text from outside as one line of at most ``length`` characters that any log, store and page can take.
 
-    Surrogates, control characters, marks that turn the writing direction and unusual blanks become U+FFFD.
+    Blanks of all kinds and ends of lines become spaces; surrogates, other control characters and marks that turn the
+    writing direction become U+FFFD.
 
-    >>> printable("a\x1b[2J\ud800")
-    'a\ufffd[2J\ufffd'
+    >>> printable("a\x1b[2J\ud800"), printable("17.0\u202fh\nof")
+    ('a\ufffd[2J\ufffd', '17.0 h of')
     """
     if not text.isprintable():
-        text = "".join(character if character.isprintable() else "\ufffd" for character in text[: length + 1])
+        text = "".join(map(_shown, text[: length + 1]))
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character in "\t\n\r" or category(character) == "Zs" else "\ufffd"
 
 
 def lost_text(lease: Lease, *, requeueable: bool) -> str:

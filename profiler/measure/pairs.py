@@ -45,7 +45,7 @@ class Pair(NamedTuple):
         return sum(self.speeds)
 
     def row(self) -> str:
-        """Return the line of an interference table (``--interference`` of ``cadenza simulate``)."""
+        """Return the line of an interference table (``--set interference`` of ``cadenza simulate``)."""
         first, second = self.speeds
         return f"{self.model},{self.other},{first:.4f},{second:.4f}"
 

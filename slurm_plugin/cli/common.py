@@ -31,6 +31,7 @@ store_option = click.option(
 )
 
 
+NO_ROUND = "no round is on record yet: is cadenzad running?"
 MAX_LINE = 8192
 PIPE_WIDTH = 180
 """Columns of output that does not go to a terminal, wide enough that nothing is cut."""

@@ -8,28 +8,34 @@ import click
 
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "top": ("jobs.top:command", "Show live which job holds which GPU, which jobs wait, and why."),
-    "why": ("jobs.why:command", "Explain the decisions about a job and show their effects."),
-    "report": ("report.command:command", "Compare saved simulations, or summarize what sharing saved."),
-    "release": ("jobs.control:release", "Undo Cadenza's holds and suspends in Slurm."),
-    "lanes": ("site.lanes_command:lanes", "Open, close and list lanes that are not in slurm.conf."),
-    "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),
-    "check-config": ("site.config_commands:check", "Check the configuration files."),
-    "show-config": ("site.config_commands:show", "Print every setting in force and the file it comes from."),
-    "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
-    "setup": ("site.setup_command:setup", "Print the lines that give this site's hosts lanes, and check them."),
-    "uninstall": ("site.leftovers:uninstall", "List what is left of Cadenza on this machine and in Slurm."),
-    "keygen": ("site.keygen:keygen", "Create or rotate the keys of the connection between service and agents."),
-    "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
-    "whatif": ("whatif.command:command", "Show what this cluster's own jobs would have waited under Cadenza."),
-    "watch": ("watch.command:command", "Show idle GPUs and what sharing would do, with a user's rights."),
-    "policies": ("simulate.policies:command", "List the policies and their sources."),
-    "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),
-    "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),
-    "run": ("jobs.control:run", "Run a training script unchanged, able to share its GPU."),
-    "record": ("site.command:record", "Record this cluster's answers for tests and bug reports."),
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Users": {
+        "top": ("jobs.top:command", "Show which job holds which GPU, which jobs wait, and why."),
+        "why": ("jobs.why:command", "Explain the decisions about a job and show their effects."),
+        "run": ("jobs.control:run", "Run a training script unchanged, able to share its GPU."),
+        "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),
+        "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),
+    },
+    "Evaluate": {
+        "whatif": ("whatif.command:command", "Show what this cluster's jobs would have waited under Cadenza."),
+        "watch": ("watch.command:command", "Show idle GPUs and what sharing would do, with a user's rights."),
+        "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
+        "report": ("report.command:command", "Compare saved simulations, or sum up what sharing saved."),
+    },
+    "Operate": {
+        "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
+        "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),
+        "release": ("jobs.control:release", "Undo what Cadenza has changed about jobs in Slurm."),
+        "lanes": ("site.lanes_command:lanes", "List, open and close lanes that are not in slurm.conf."),
+        "config": ("site.config_command:command", "Check the settings, and print those in force."),
+    },
+    "Install": {
+        "plan": ("site.plan_command:command", "Print the lines that this site's files need, and check them."),
+        "keygen": ("site.keygen:keygen", "Create or rotate the keys of the service and of the hosts."),
+        "leftovers": ("site.leftovers:leftovers", "List what is left of Cadenza here and in Slurm."),
+    },
 }
+"""The commands by their readers; 22 with those below profile and sweep are the most, and 110 options."""
 
 USAGE, ENVIRONMENT = 2, 3
 EXIT_CODES = {
@@ -48,17 +54,19 @@ class Commands(LazyGroup):
     """All commands; their errors become exit codes."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; for an error of our packages print one line and exit with its code."""
+        """Run the command; for an error of our packages or of a file print one line and exit with its code."""
         try:
             return super().invoke(ctx)
         except Exception as error:
             ours = any(kind.__module__.startswith("cadenza.") for kind in type(error).__mro__)
-            if ctx.params.get("debug") or not ours:
+            of_file = isinstance(error, OSError) and error.filename is not None
+            if ctx.params.get("debug") or not (ours or of_file):
                 raise
             from cadenza.slurm_plugin.cli.common import say  # noqa: PLC0415 (slow)
 
-            say(f"cadenza: {error}", err=True)
-            ctx.exit(exit_code(error))
+            text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and of_file else str(error)
+            say(*(f"cadenza: {line}" for line in getattr(error, "faults", (text,))), err=True)
+            ctx.exit(ENVIRONMENT if of_file else exit_code(error))
 
 
 def exit_code(error: Exception) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -41,13 +40,12 @@ def _runs(saved: Saved, runs: Sequence[SavedRun], source: str) -> Iterator[Run]:
 
 
 def window(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """Return the half-open range of job positions that ``--window`` counts, or None for all.
+    """Return the half-open range of job positions that ``--set window`` counts, or None for all.
 
-    >>> window(("--window", "4000:5000")), window(("--window=4:5",)), window(("--json",))
-    ((4000, 5000), (4, 5), None)
+    >>> window(("--set", "window=4000:5000")), window(("--json",))
+    ((4000, 5000), None)
     """
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    given = next((after for word, after in pairwise(words) if word == "--window"), "")
+    given = next((word.removeprefix("window=") for word in arguments if word.startswith("window=")), "")
     first, _, last = given.partition(":")
     return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else None
 

@@ -5,6 +5,7 @@ The tables of sharing, gandiva and guard are the options of the policies, which 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -26,7 +27,7 @@ from cadenza.policies.sharing.state.settings import (
 )
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.bounds import MAX_LANES
-from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
+from cadenza.sidecar.config import DEFAULT_PATH, load
 from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
@@ -131,7 +132,7 @@ class SharingTable(SharingOptions):
 
 
 class PolicyTable(msgspec.Struct, frozen=True):
-    """``[policy]``: ordering, allocation and sharing; ``cadenza policies`` lists the names."""
+    """``[policy]``: ordering, allocation and sharing; ``cadenza simulate --help`` lists the names."""
 
     order: Annotated[Text, Meta(description="Who goes first: levels, fifo, srtf, las, ftf, fairshare …")] = "levels"
     allocate: Annotated[
@@ -233,28 +234,21 @@ class Settings(msgspec.Struct, frozen=True):
 def load_settings(path: Path | None) -> Settings:
     """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.
 
-    Raise ``cadenza.sidecar.config.ConfigError`` naming the file with its line and the key.
+    Raise ``cadenza.sidecar.config.ConfigError`` naming each wrong key with its file and line.
     """
     if path is None and not DEFAULT_PATH.exists():
         return Settings()
-    file = path or DEFAULT_PATH
-    settings = load(file, Settings)
-    _check_policy(settings.policy, file)
-    return settings
+    return load(path or DEFAULT_PATH, Settings, also=_wrong_names)
 
 
-def _check_policy(table: PolicyTable, file: Path) -> None:
-    """Raise ConfigError for an unknown policy name."""
-    kinds: tuple[tuple[Kind, str, str], ...] = (
-        ("ordering", "order", table.order),
-        ("allocation", "allocate", table.allocate),
-        ("sharing", "share", table.share),
-    )
-    for kind, key, name in kinds:
+def _wrong_names(settings: Settings) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the keys that name no policy, and why."""
+    kinds: tuple[tuple[Kind, str], ...] = (("ordering", "order"), ("allocation", "allocate"), ("sharing", "share"))
+    for kind, key in kinds:
         try:
-            entry(kind, name)
+            entry(kind, getattr(settings.policy, key))
         except InputError as error:
-            raise ConfigError(f"{where(file, ('policy', key))}: policy.{key}: {error}") from None
+            yield ("policy", key), str(error)
 
 
 def guard_settings(settings: Settings) -> GuardSettings:

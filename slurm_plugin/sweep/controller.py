@@ -243,7 +243,9 @@ class Sweep:
         self._read_reports(self.live)
         trial.slurm = slurm
         state = ENDINGS.get(slurm, "failed") if slurm else "gone"
-        self._record({"kind": "stopped" if trial.stop_reason and state != "done" else state, "trial": trial.number})
+        state = "stopped" if trial.stop_reason and state != "done" else state
+        reason = self._slurm.failure(trial.job) if state == "failed" and trial.job is not None else ""
+        self._record({"kind": state, "trial": trial.number, **({"reason": reason} if reason else {})})
 
     def _cancel(self, trials: Iterable[TrialState]) -> None:
         """Cancel jobs; trials that were never submitted end at once."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
 
 COMMAND_TIMEOUT_S = 60.0
+TAIL_BYTES, LAST_LINES, MAX_REASON = 4000, 3, 600
 KEY = "cadenza"
 BEHIND = "behind"
 """Key of the comment that marks a job whose priority the sweep has lowered by one."""
@@ -79,6 +82,20 @@ class Slurm:
         rows = [line.split("|") for line in done.stdout.splitlines()] if done.returncode == 0 else []
         return {int(row[0]): row[1].split(" ")[0] for row in rows if len(row) > 1 and row[0].isdigit()}
 
+    def failure(self, job: int) -> str:
+        """Return the exit code of a job that has just failed, its log's name, and the last lines that it wrote there.
+
+        Slurm forgets a job after MinJobAge; then the text is empty.
+        """
+        try:
+            facts = _run(["scontrol", "show", "job", str(job)]).stdout
+        except SlurmUnavailable:
+            return ""
+        code, log = re.search(r"\bExitCode=(\d+):(\d+)", facts), re.search(r"^\s*StdOut=(.+)$", facts, re.MULTILINE)
+        ended = "" if code is None else f"signal {code[2]}" if code[2] != "0" else f"exit code {code[1]}"
+        said = "" if log is None else f"{Path(log[1]).name}: {_last_lines(Path(log[1]))}"
+        return printable("; ".join(filter(None, (ended, said))), MAX_REASON)
+
     def cancel(self, jobs: Iterable[int]) -> None:
         """Cancel jobs; ended ones are ignored."""
         if names := sorted(map(str, jobs)):
@@ -123,6 +140,18 @@ def with_place(comment: str, *, behind: bool) -> str | None:
     options["priority"] = int(options.get("priority", 0)) + (-1 if behind else 1)
     rest = {key: value for key, value in values.items() if key != BEHIND}
     return json.dumps({**rest, KEY: options, **({BEHIND: True} if behind else {})}, separators=(",", ":"))
+
+
+def _last_lines(log: Path) -> str:
+    """Return the last lines of a job's own."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return str(error.strerror)
+    own = [line.strip() for line in lines if line.strip() and not line.startswith(("srun:", "slurmstepd:"))]
+    return " | ".join(own[-LAST_LINES:]) or "empty"
 
 
 def _same(seen: str, now: str) -> bool:

@@ -40,15 +40,15 @@ def config(tmp_path: Path) -> Path:
 
 def test_requests_are_checked_against_the_last_round(config: Path) -> None:
     store = Path(load_settings(config).service.store)
-    assert "is cadenzad running" in run(config, "lanes", "list").output or run(config, "lanes", "list").exit_code
+    assert "is cadenzad running" in run(config, "lanes").output or run(config, "lanes").exit_code
     fill(config, seen(FIRST, wanted=0), apply=True)
-    assert run(config, "lanes", "add", "n1", "--count", "2").exit_code == 0
+    assert run(config, "lanes", "n1", "--count", "2").exit_code == 0
     assert requests(store) == {"n1": 2}
-    assert run(config, "lanes", "remove", "n1").exit_code == 0
+    assert run(config, "lanes", "n1", "--count", "0").exit_code == 0
     assert requests(store) == {"n1": 0}
-    assert "n7: the last round saw no such host" in run(config, "lanes", "remove", "n1", "n7").output
+    assert "n7: the last round saw no such host" in run(config, "lanes", "n1", "n7", "--count", "0").output
     fill(config, replace(seen(FIRST, replace(LANE, dynamic=False), wanted=0)), apply=True)
-    refused = run(config, "lanes", "add", "n1")
+    refused = run(config, "lanes", "n1", "--count", "1")
     assert (refused.exit_code, "slurm.conf has its lane n1-l1" in refused.output) == (1, True)
     assert requests(store) == {"n1": 0}
 
@@ -67,12 +67,12 @@ def test_the_list_has_every_further_lane_that_is_there_or_wanted(
     config: Path, snapshot: ClusterSnapshot, row: tuple[str, bool, bool, str, str]
 ) -> None:
     fill(config, snapshot, apply=True)
-    (found,) = json.loads(run(config, "lanes", "list", "--json").stdout)
+    (found,) = json.loads(run(config, "lanes", "--json").stdout)
     assert (found["node"], found["on_demand"], found["wanted"], found["state"]) == row[:4]
     assert found["reason"].startswith(row[4])
     assert bool(found["reason"]) == bool(row[4])
-    assert run(config, "lanes", "list").stdout.startswith(f"n1-l1: {row[3]}")
-    assert json.loads(run(config, "lanes", "list", "n2", "--json").stdout) == []
+    assert run(config, "lanes").stdout.startswith(f"n1-l1: {row[3]}")
+    assert json.loads(run(config, "lanes", "n2", "--json").stdout) == []
 
 
 def test_top_why_and_doctor_name_a_lane_that_could_not_be_opened(config: Path) -> None:

@@ -1,4 +1,4 @@
-"""keygen, check-config, show-config, doctor, run and the entry itself."""
+"""keygen, config, doctor, run and the entry itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import stat
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 import zmq.auth
@@ -18,6 +20,7 @@ from cli_rig import cluster, job, write_config
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, Node
+from cadenza.sidecar.config import SECTIONS
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.site.checks import Finding, examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
@@ -81,7 +84,7 @@ def test_keygen_rotates_a_key_and_keeps_the_one_that_the_agent_has(tmp_path: Pat
 def test_check_config_accepts_and_advises(tmp_path: Path) -> None:
     path = tmp_path / "cadenza.toml"
     path.write_text("[sharing]\nslice_s = 3\n")
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 0
     assert "no partition is managed" in done.stdout
     assert "[service] poll_s exceeds [sharing] slice_s" in done.stdout
@@ -98,7 +101,7 @@ def test_check_config_accepts_and_advises(tmp_path: Path) -> None:
 def test_check_config_names_file_and_key(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "cadenza.toml"
     path.write_text(text)
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 2
     assert str(path) in done.stderr
     assert said in done.stderr
@@ -112,22 +115,45 @@ def test_stops_that_nccls_watchdog_would_not_survive_are_named(
 ) -> None:
     path = tmp_path / "cadenza.toml"
     path.write_text(f'[agent]\ndriver_checkpoint = "{driver}"\n[sharing]\nslice_s = {slice_s}\n')
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 0
     assert ("may be frozen for 960 s, and NCCL's watchdog ends processes after 480 s" in done.output) == warned
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    done = run("check-config", str(tmp_path / "none.toml"))
+    done = run("config", "--check", str(tmp_path / "none.toml"))
     assert done.exit_code == 2
     assert "none.toml" in done.stderr
+
+
+def test_all_errors_of_the_files_are_named_at_once_with_the_values_that_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text(
+        '[service]\nmode = "aply"\npoll_s = "x"\nstroe = 1\n[policy]\norder = "strf"\n[guard]\npartitions = ["a", 3]\n'
+        '[agent]\nsocket = "a\\nb"\n[nonsense]\n'
+    )
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "10.toml").write_text("[sharing]\nslice_s = -1\n")
+    done = run("config", "--check", str(path))
+    assert done.exit_code == 2
+    said = sorted(line.removeprefix(f"cadenza: {tmp_path}/") for line in done.stderr.splitlines())
+    assert said == sorted([
+        "cadenza.toml:2: service.mode: 'aply' is none of observe, apply",
+        "cadenza.toml:3: service.poll_s: expected `float`, got `str`",
+        "cadenza.toml:4: unknown key service.stroe; did you mean store?",
+        "cadenza.toml:6: policy.order: no ordering is called 'strf'; did you mean 'srtf'?",
+        "cadenza.toml:8: guard.partitions: expected `str`, got `int`",
+        "cadenza.toml:10: agent.socket: 'a b' is not one printable line",
+        f"cadenza.toml:11: unknown section [nonsense]; known here: {', '.join(sorted(SECTIONS))}",
+        "conf.d/10.toml:2: sharing.slice_s: expected `float` > 0.0",
+    ])  # fmt: skip
 
 
 def test_show_config_is_a_configuration_with_origins(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "10-site.toml").write_text("[sharing]\nslice_s = 7.5\n")
-    done = run("show-config", "--config", str(path))
+    done = run("config", str(path))
     assert done.exit_code == 0
     shown = tomllib.loads(done.stdout)
     assert shown["sharing"]["slice_s"] == 7.5
@@ -136,8 +162,7 @@ def test_show_config_is_a_configuration_with_origins(tmp_path: Path) -> None:
     again.write_text(done.stdout)
     assert load_settings(again) == load_settings(path)
     rows = {
-        (row["section"], row["key"]): row
-        for row in json.loads(run("show-config", "--json", "--config", str(path)).stdout)
+        (row["section"], row["key"]): row for row in json.loads(run("config", "--json", str(path)).stdout)["settings"]
     }
     assert rows["sharing", "slice_s"]["origin"].endswith("10-site.toml")
     assert rows["sharing", "suspend"]["origin"] == "default"
@@ -499,6 +524,17 @@ def test_doctor_counts_the_files_of_a_service_with_many_agents(tmp_path: Path) -
         assert any(one.about == "connections" for one in found) is warned, limit
 
 
+def test_doctor_saves_what_a_bug_report_needs(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = run("doctor", "--save", str(file), "--config", str(write_config(tmp_path)))
+    assert done.exit_code == 1
+    assert f"written: {file}" in done.stderr
+    saved = json.loads(file.read_bytes())
+    assert {"Slurm", "keys"} <= {one["about"] for one in saved["findings"]}
+    assert ("guard", "partitions") in {(row["section"], row["key"]) for row in saved["settings"]}
+    assert "scontrol" in saved["slurm"], "why Slurm's answer is not there"
+
+
 def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     done = run("doctor", "--json", "--config", str(write_config(tmp_path)))
     assert done.exit_code == 1
@@ -508,10 +544,71 @@ def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
 # --- the entry -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [name for rows in COMMANDS.values() for name in rows])
 def test_every_command_has_help_and_its_line_in_the_list(name: str) -> None:
     assert run(name, "--help").exit_code == 0
     assert name in run("--help").stdout
+
+
+def leaves(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[click.Parameter]]]:
+    """Yield each command that does something, and its options."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(ctx):
+            inner = command.get_command(ctx, name)
+            assert inner is not None
+            yield from leaves(inner, click.Context(inner, info_name=name, parent=ctx))
+    else:
+        yield ctx.command_path, [one for one in command.params if isinstance(one, click.Option)]
+
+
+def test_there_are_22_commands_in_four_groups_and_110_options_at_most() -> None:
+    found = dict(leaves(main, click.Context(main, info_name="cadenza")))
+    assert list(COMMANDS) == ["Users", "Evaluate", "Operate", "Install"]
+    assert len(found) <= 22, list(found)
+    assert sum(map(len, found.values())) <= 110
+
+
+def test_the_help_of_every_command_fits_80_columns_and_cuts_no_sentence() -> None:
+    for path in ("", *(path.partition(" ")[2] for path, _ in leaves(main, click.Context(main, info_name="cadenza")))):
+        text = CliRunner().invoke(main, [*path.split(), "--help"], terminal_width=80).stdout
+        assert "..." not in text.replace("]...", "").replace("ARGS...", ""), path
+        assert [line for line in text.splitlines() if len(line) > 80] == [], path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tpo",), "no command 'tpo'; did you mean top?"),
+        (("wat",), "no command 'wat'; did you mean watch?"),
+        (("frobnicate",), "no command 'frobnicate'; see `main --help`"),
+        (("sweep", "stat"), "no command 'stat'; did you mean status?"),
+        (("simulate", "--set", "weigths=none"), "no key 'weigths'; did you mean weights?"),
+        (("simulate", "--set", "x=1"), "no key 'x'; known here: weights, baseline,"),
+        (("simulate", "--set", "turns"), "turns has no value: give turns=fair|order"),
+        (("profile", "run", "--set", "turns=x", "true"), "--set turns: 'x' is not a valid integer"),
+        (("profile", "run", "--set", "samples=0", "true"), "--set samples: 0 is not in the range x>=1"),
+    ],
+)
+def test_a_wrong_name_is_met_with_the_nearest_one(words: tuple[str, ...], said: str) -> None:
+    done = run(*words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("keygen", "n1", "--out", str(tmp_path / "file" / "keys"))
+    assert (done.exit_code, done.stderr) == (3, f"cadenza: {tmp_path}/file/keys: Not a directory\n")
+    assert isinstance(run("--debug", "keygen", "n1", "--out", str(tmp_path / "file" / "keys")).exception, OSError)
+
+
+def test_color_is_left_out_where_a_site_wants_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value, colored in (("NO_COLOR", "", True), ("NO_COLOR", "1", False)):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv(variable, value)
+        done = CliRunner().invoke(main, ["doctor", "--config", str(write_config(tmp_path))], color=True)
+        assert ("\x1b[31m" in done.stdout) is colored, (variable, value)
 
 
 def test_help_imports_nothing_slow() -> None:
@@ -533,14 +630,14 @@ def test_run_executes_the_command_and_returns_its_exit_code() -> None:
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "cadenza.toml"
     path.write_text("[nonsense]\n")
-    assert run("check-config", str(path)).stderr.count("\n") == 1
-    assert run("--debug", "check-config", str(path)).exception.__class__.__name__ == "ConfigError"
+    assert run("config", "--check", str(path)).stderr.count("\n") == 1
+    assert run("--debug", "config", "--check", str(path)).exception.__class__.__name__ == "ConfigError"
 
 
 def test_a_file_of_an_editor_of_windows_is_read_and_a_list_in_one_text_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_bytes(b'\xef\xbb\xbf[guard]\npartitions = ["gpu,gpu2", "ok"]\n')
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 0, done.stderr
     assert "[guard] partitions: 'gpu,gpu2' is no name of a partition" in done.stdout + done.stderr
 
@@ -552,7 +649,7 @@ def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> No
         '[policy]\nshare = "timeslice"\nallocate = "tune"\norder = "srtf"\nplace = true\n[gandiva]\npack = false\n'
         f'[profiles]\ndirectory = "{tmp_path}"\n'
     )
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 0
     for said in (
         "profile not used: resnet.json: NaN is not a number",
@@ -566,7 +663,7 @@ def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> No
 def test_check_config_names_the_line_of_a_wrong_policy(tmp_path: Path) -> None:
     path = tmp_path / "cadenza.toml"
     path.write_text('[policy]\norder = "strf"\n')
-    done = run("check-config", str(path))
+    done = run("config", "--check", str(path))
     assert done.exit_code == 2
     assert f"{path}:2: policy.order: no ordering is called 'strf'; did you mean 'srtf'?" in done.stderr
 

@@ -36,7 +36,7 @@ def site() -> Iterator[Cluster]:
 def cluster(site: Cluster) -> Cluster:
     """The site with an empty queue and without lanes."""
     site.reset()
-    site.cadenza("lanes", "remove", "node1", "node2")
+    site.cadenza("lanes", "node1", "node2", "--count", "0")
     wait_for("two nodes", lambda: set(nodes(site)) == {"node1", "node2"}, 30)
     return site
 
@@ -48,12 +48,12 @@ def nodes(cluster: Cluster) -> dict[str, str]:
 
 
 def add(cluster: Cluster) -> None:
-    cluster.cadenza("lanes", "add", "node1")
+    cluster.cadenza("lanes", "node1", "--count", "1")
     wait_for("an open lane", lambda: nodes(cluster).get(LANE) == "idle", 30, 0.1)
 
 
 def listed(cluster: Cluster) -> list[dict[str, object]]:
-    return list(json.loads(cluster.cadenza("lanes", "list", "--json").stdout))
+    return list(json.loads(cluster.cadenza("lanes", "--json").stdout))
 
 
 def slurmd(cluster: Cluster) -> str:
@@ -112,7 +112,7 @@ def test_a_lane_is_removed_only_once_no_job_of_any_state_is_there(cluster: Clust
     cluster.wait_state(job, "RUNNING")
     cluster.ctl("scontrol", "suspend", str(job))
     waits = cluster.paced("waits", iterations=10, options=(ALL, "--cadenza", "--constraint=lane1"))
-    cluster.cadenza("lanes", "remove", "node1")
+    cluster.cadenza("lanes", "node1", "--count", "0")
     wait_for("a drained lane", lambda: nodes(cluster).get(LANE, "").startswith("drain"), 20, 0.1)
     rounds = cluster.sql("select max(number) from rounds")[0][0]
     wait_for("five more rounds", lambda: cluster.sql("select max(number) from rounds")[0][0] > rounds + 5, 30)

@@ -61,10 +61,10 @@ def test_the_lane_is_drained_while_the_service_observes_and_jobs_run_as_without_
 
 
 def test_a_lane_in_slurm_conf_is_neither_added_to_nor_removed(cluster: Cluster) -> None:
-    refused = cluster.cadenza("lanes", "add", "node1", "--count", "2", check=False)
+    refused = cluster.cadenza("lanes", "node1", "--count", "2", check=False)
     assert refused.returncode != 0
     assert f"slurm.conf has its lane {LANE}" in refused.stderr
-    cluster.cadenza("lanes", "remove", "node1", check=False)
+    cluster.cadenza("lanes", "node1", "--count", "0", check=False)
     rounds = cluster.sql("select max(number) from rounds")[0][0]
     wait_for("five more rounds", lambda: cluster.sql("select max(number) from rounds")[0][0] > rounds + 5, 30)
     assert state(cluster, LANE) == "idle"

@@ -20,8 +20,9 @@ def start(cluster: Cluster, folder: str) -> None:
     """Start the controller in the background, as a user would in tmux."""
     cluster.ctl("sh", "-c", f'mkdir -p {folder} && printf "%s" "$1" > {folder}/six.csv', "sh", LIST, user="alice")
     words = (
-        f"setsid {CADENZA} sweep run {folder}/six.csv --dir {folder}/sweep --target 0.8 --first 20 --least 3 "
-        "--reduction 3 --top 1 --poll-s 0.2 --slurm-s 1 --json -- --gres=gpu:4 --mem=300 --cpus-per-task=1 "
+        f"setsid {CADENZA} sweep run {folder}/six.csv --dir {folder}/sweep --target 0.8 --set first=20 --set least=3 "
+        "--set reduction=3 --set top=1 --set poll-s=0.2 --set slurm-s=1 --json -- "
+        "--gres=gpu:4 --mem=300 --cpus-per-task=1 "
         f"--chdir=/home/shared '--wrap={PYTHON} {SCRIPT} --lr {{lr}} --decay {{decay}} --step-s 0.04 --steps 600' "
         f">{folder}/out 2>&1 </dev/null & echo $! >{folder}/pid"
     )

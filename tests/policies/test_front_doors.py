@@ -110,10 +110,10 @@ def simulator(folder: Path, chosen: Names) -> Door:
     trace = folder / "trace.csv"
     trace.write_text("job,submit_s,gpus,duration_s\n1,0,1,600\n", encoding="utf-8")
     line = (
-        f"--trace {trace} --nodes 2x4:24:256 --round {ROUND_S} --through-slurm yes "
-        f"--place {'yes' if chosen.place else 'no'} --order {chosen.order} "
+        f"--trace {trace} --nodes 2x4:24:256 --set round={ROUND_S} --set through-slurm=yes "
+        f"--set place={'yes' if chosen.place else 'no'} --order {chosen.order} "
         f"--allocate {chosen.allocate} --share {chosen.share}"
-    ) + (f" --turns {chosen.turns}" if chosen.share != "none" else "")
+    ) + (f" --set turns={chosen.turns}" if chosen.share != "none" else "")
     words = command.make_context("simulate", line.split()).params
     request = read_request(words, tuple(line.split()))
     return Door(request.policy.decide, request.setup.guard)

@@ -54,7 +54,7 @@ def test_time_that_a_hypervisor_took_is_told():
     state.points[0] = structs.replace(state.points[0], stolen=0.2)
     one = conclude(state, GRID, Subject("res18", 1, NODE, "V100", "image", None))
     said = "this virtual machine's host gave up to 20% of its CPU time to others"
-    assert f"{said}: --turns 8 measures the points in turns" in one.notes
+    assert f"{said}: --set turns=8 measures the points in turns" in one.notes
     state.points[-1] = structs.replace(state.points[-1], turn=1)
     assert said in conclude(state, GRID, Subject("res18", 1, NODE, "V100", "image", None)).notes
 
@@ -135,7 +135,7 @@ def test_a_profile_that_falls_or_is_of_another_gpu_is_refused():
         ({"color": 1}, "color"),
     ],
 )
-def test_validate_names_file_and_key_of_a_bad_profile(tmp_path, change, says):
+def test_show_names_file_and_key_of_a_bad_profile(tmp_path, change, says):
     good = {
         "schema": "cadenza.profile/1", "model": "m", "iteration_s": 0.1,
         "reference": {"gpus": 1, "cpus": 1, "memory_gb": 1},
@@ -143,20 +143,20 @@ def test_validate_names_file_and_key_of_a_bad_profile(tmp_path, change, says):
     }  # fmt: skip
     path = tmp_path / "p.json"
     path.write_text(json.dumps(good))
-    assert CliRunner().invoke(main, ["profile", "validate", str(path)]).exit_code == 0
+    assert CliRunner().invoke(main, ["profile", "show", str(path)]).exit_code == 0
     path.write_text(json.dumps(good | change))
-    ended = CliRunner().invoke(main, ["profile", "validate", str(path)])
+    ended = CliRunner().invoke(main, ["profile", "show", str(path)])
     assert ended.exit_code == 2
     assert str(path) in ended.output
     assert says in ended.output
-    listed = CliRunner().invoke(main, ["profile", "validate", "--json", str(path)])
-    assert (listed.exit_code, json.loads(listed.output)[0]["valid"]) == (2, False)
+    listed = CliRunner().invoke(main, ["profile", "show", "--json", str(path)])
+    assert (listed.exit_code, says in json.loads(listed.stdout)["errors"][0]) == (2, True)
 
 
 def test_not_a_number_is_no_json(tmp_path):
     path = tmp_path / "p.json"
     path.write_text('{"schema": "cadenza.profile/1", "iteration_s": NaN}')
-    ended = CliRunner().invoke(main, ["profile", "validate", str(path)])
+    ended = CliRunner().invoke(main, ["profile", "show", str(path)])
     assert ended.exit_code == 2
     assert "NaN" in ended.output
 
@@ -170,7 +170,8 @@ def test_show_and_compare(tmp_path):
     shown = CliRunner().invoke(main, ["profile", "show", *paths])
     assert shown.exit_code == 0
     assert "res18 on V100" in shown.output
-    compared = json.loads(CliRunner().invoke(main, ["profile", "compare", "--json", *paths]).output)
+    assert "to the first" in shown.output
+    compared = json.loads(CliRunner().invoke(main, ["profile", "show", "--json", *paths]).output)["comparison"]
     assert [row["relative"] for row in compared] == pytest.approx([1, 2], rel=0.05)
     assert CliRunner().invoke(main, ["profile", "show", str(tmp_path / "none.json")]).exit_code == 2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
-from cadenza.slurm_plugin.sweep.slurm_commands import Queued, Written
+from cadenza.slurm_plugin.sweep.slurm_commands import Queued, Slurm, Written
 
 
 @dataclass
@@ -38,6 +38,8 @@ class FakeSlurm:
 
     def final_states(self, jobs: Sequence[int]) -> dict[int, str]:
         return dict.fromkeys(jobs, "COMPLETED")
+
+    failure = Slurm().failure
 
     def cancel(self, jobs: Iterable[int]) -> None:
         self._answer()

@@ -250,20 +250,48 @@ def test_a_users_mistake_is_named_and_costs_no_job(tmp_path: Path) -> None:
     assert not slurm.cancelled
 
 
-def test_status_and_best_read_without_control(tmp_path: Path) -> None:
+def test_status_reads_without_control(tmp_path: Path) -> None:
     slurm = FakeSlurm()
     with create(tmp_path, slurm) as sweep:
-        none = CliRunner().invoke(main, ["sweep", "best", str(tmp_path / "s")])
-        assert none.exit_code == 1
+        none = CliRunner().invoke(main, ["sweep", "status", str(tmp_path / "s")])
+        assert "no configuration has reported a value" in none.stdout
         sweep.tick()
         slurm.report(2, (4, 0.25))
         done = CliRunner().invoke(main, ["sweep", "status", str(tmp_path / "s"), "--json"])
         found = json.loads(done.stdout)
         assert found["best"]["config"] == {"lr": 0.3}
         assert found["trials"][2]["step"] == 4
-        assert "lr=0.3" in CliRunner().invoke(main, ["sweep", "status", str(tmp_path / "s")]).stdout
-        best = CliRunner().invoke(main, ["sweep", "best", str(tmp_path / "s")])
-        assert "configuration 2 (job 102): 0.25 with lr=0.3" in best.stdout
+        shown = CliRunner().invoke(main, ["sweep", "status", str(tmp_path / "s")]).stdout
+        assert "best: configuration 2 (job 102): 0.25 with lr=0.3" in shown
     wrong = CliRunner().invoke(main, ["sweep", "status", str(tmp_path)])
     assert wrong.exit_code == 2
     assert "sweep.json" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "written", "said"),
+    [
+        ("ExitCode=2:0", "usage: x\n\nsw.py: error: --decay missing\nsrun: error: node1: task 0: Exited\n",
+         "exit code 2; slurm-17.out: usage: x | sw.py: error: --decay missing"),
+        ("ExitCode=0:9", "a\x1b[2J\n", "signal 9; slurm-17.out: a\ufffd[2J"),
+        ("ExitCode=1:0", None, "exit code 1; slurm-17.out: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_failed_configuration_shows_its_own_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str, written: str | None, said: str
+) -> None:
+    log = tmp_path / "slurm-17.out"
+    if written is not None:
+        log.write_text(written)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '   JobState=FAILED {facts}'\necho '   StdOut={log}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    slurm = FakeSlurm()
+    with create(tmp_path, slurm) as sweep:
+        sweep.tick()
+        slurm.end(100, "FAILED")
+        (ended,) = sweep.tick()
+    assert (ended.state, ended.stop_reason) == ("failed", said)
+    shown = CliRunner().invoke(main, ["sweep", "status", str(tmp_path / "s"), "--json"]).stdout
+    assert json.loads(shown)["trials"][0]["why"] == said

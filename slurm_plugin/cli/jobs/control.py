@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import NO_ROUND, JobId, config_option, emit, json_option, say
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome
@@ -43,7 +43,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
     with StoreReader(store) as reader:
         last = reader.round()
     if last is None:
-        raise click.ClickException("no round is on record yet: is cadenzad running?")
+        raise click.ClickException(NO_ROUND)
     request = requested_move(last.snapshot, job_id, tuple(filter(None, nodes.split(","))), gpus, MOVE_REASON)
     write(store, request)
     if as_json:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.core.text import gpu_names, printable
+from cadenza.slurm_plugin.cli.common import NO_ROUND
 from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.units import about
@@ -31,7 +32,7 @@ COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
 def screen(view: TopView) -> RenderableType:
     """Return the whole screen for one moment."""
     if not view.round:
-        return Text("no round on record yet: is cadenzad running?")
+        return Text(NO_ROUND)
     faults = (Text(printable(fault, MAX_REASON), style="red") for fault in view.faults)
     return Group(headline(view), *faults, gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
+from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
@@ -22,11 +23,33 @@ if TYPE_CHECKING:
 
 
 COMMANDS = {
-    "run": ("profile.measure:run", "Measure a command and write its profile."),
-    "pair": ("profile.measure:pair", "Measure two commands alone and together, for packing."),
-    "show": ("profile.show:show", "Show profiles as tables."),
-    "compare": ("profile.show:compare", "Compare profiles, model by model."),
-    "validate": ("profile.show:validate", "Check that profiles can be used."),
+    "Commands": {
+        "run": ("profile.measure:run", "Measure a command and write its profile."),
+        "pair": ("profile.measure:pair", "Measure two commands alone and together, for packing."),
+        "show": ("profile.show:show", "Check, show and compare profiles."),
+    }
+}
+ACCURACY = (
+    Key("within", "PERCENT", "Wanted accuracy: half the 95 % interval.", click.FLOAT, 2.0),
+    Key("point-s", "SECONDS", "Longest measurement of a point, or of one of a pair's four.", click.FLOAT, 60.0),
+)
+KEYS = {
+    "Keys of --set: the data": (
+        Key("samples", "N", "Samples in the dataset.", click.IntRange(1)),
+        Key("steps-per-epoch", "N", "Steps that read the dataset once.", click.IntRange(1)),
+        Key("storage-mb-s", "MB/s", "Speed of its storage; else it is measured.", click.FloatRange(0, min_open=True)),
+        Key("memory", "LIST", "Cache sizes in GB to measure too, to check the computed ones."),
+    ),
+    "Keys of --set: the job": (
+        Key("task", "CLASS", "Class of the model: image, language, speech …."),
+        Key("node", "G:C:GB", "Server whose proportional share has speed 1; else this machine."),
+        Key("gpus", "N", "GPUs of the job here; else the number of its ranks.", click.IntRange(1)),
+        Key("gpu", "TYPE", "GPU type; else the one that NVML reports."),
+    ),
+    "Keys of --set: the measurement": (
+        *ACCURACY,
+        Key("turns", "N", "Visits to each point.", click.IntRange(1), 1),
+    ),
 }
 
 
@@ -43,23 +66,17 @@ def end_on_sigterm() -> None:
 # --- run -----------------------------------------------------------------------------------------------------
 
 
-@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    "run",
+    cls=KeyedCommand,
+    keys=KEYS,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.argument("words", metavar="-- COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--cpus", default="auto", show_default=True, metavar="LIST", help="CPUs to measure, such as 1,2,4.")
-@click.option("--memory", metavar="LIST", help="Cache sizes in GB to measure too, to check the computed ones.")
 @click.option("--dataset", type=click.Path(path_type=Path, exists=True), help="Files that the job reads.")
-@click.option("--samples", type=click.IntRange(1), help="Samples in the dataset.")
-@click.option("--steps-per-epoch", type=click.IntRange(1), help="Steps that read the dataset once.")
-@click.option("--storage-mb-s", type=click.FloatRange(0, min_open=True), help="Its storage's MB/s (default: measured).")
 @click.option("--model", metavar="NAME", help="Name of the profile (default: the script's).")
-@click.option("--task", default="", metavar="CLASS", help="Class of the model: image, language, speech ….")
-@click.option("--node", metavar="G:C:GB", help="Server whose proportional share has speed 1 (default: this machine).")
-@click.option("--gpus", type=click.IntRange(1), help="GPUs of the job here (default: the number of its ranks).")
-@click.option("--gpu", metavar="TYPE", help="GPU type (default: the one that NVML reports).")
 @click.option("--restart", is_flag=True, help="Start the command again for each point instead of changing it in place.")
-@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in percent.")
-@click.option("--point-s", default=60.0, show_default=True, help="Most seconds per point.")
-@click.option("--turns", default=1, show_default=True, type=click.IntRange(1), help="Visits to each point.")
 @click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path),
               help="Profile to write.")  # fmt: skip
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the sensitivity too, as a PNG file.")
@@ -110,7 +127,7 @@ def _session(options: SimpleNamespace) -> Offline:
         gpus=options.gpus,
         restart=options.restart,
         resume=options.resume,
-        cache_gb=parse_list(options.memory, "--memory") if options.memory else (),
+        cache_gb=parse_list(options.memory, "--set memory") if options.memory else (),
         turns=options.turns,
         rule=Rule(within=options.within / 100, most_s=options.point_s),
     )
@@ -130,7 +147,7 @@ def _conclude(options: SimpleNamespace, session: Offline, state: State) -> Findi
         state.bandwidth["storage_mb_s"] = options.storage_mb_s
     data = data_of(state, dataset, options.samples, options.steps_per_epoch, SystemClock()) if dataset else None
     gpu = kind() if options.gpu is None else options.gpu
-    subject = Subject(options.model or model_of(options.words), session.gpus, node, gpu, options.task, data)
+    subject = Subject(options.model or model_of(options.words), session.gpus, node, gpu, options.task or "", data)
     return conclude(state, session.grid, subject)
 
 
@@ -173,12 +190,10 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
 # --- pair ----------------------------------------------------------------------------------------------------
 
 
-@click.command("pair")
+@click.command("pair", cls=KeyedCommand, keys={"Keys of --set": ACCURACY})
 @click.argument("first")
 @click.argument("second")
 @click.option("--models", metavar="A,B", help="Names of the two (default: those of their scripts).")
-@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in percent.")
-@click.option("--point-s", default=60.0, show_default=True, help="Most seconds per measurement; there are four.")
 @click.option("-o", "--out", default="pairs.csv", show_default=True, type=click.Path(path_type=Path),
               help="File to add the row to.")  # fmt: skip
 @json_option
@@ -186,7 +201,7 @@ def pair(*, first: str, second: str, models: str | None, out: Path, as_json: boo
     """Measure two commands on the same GPU and CPUs: each alone, then both together.
 
     Quote each command as one word. The result is added to the file as a row, which replaces an older row of the same
-    two models; `cadenza simulate --interference` reads the file.
+    two models; `cadenza simulate --set interference=FILE` reads it.
     """
     from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
     from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""``cadenza profile show``, ``compare`` and ``validate``: profiles and measurements as tables and JSON."""
+"""``cadenza profile show``: profiles and measurements, checked, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 if TYPE_CHECKING:
@@ -17,12 +18,9 @@ if TYPE_CHECKING:
     from cadenza.profiler.measure.finished_points import State
     from cadenza.profiler.profile_builder import Finding
 
-FILES = click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-
 
 def loaded(path: Path) -> dict[str, Profile]:
     """Return the profiles of a file by model; raise InputError with file and key."""
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
     from cadenza.policies.inputs.csv_table import decode  # noqa: PLC0415
     from cadenza.policies.inputs.profiles import read_profiles  # noqa: PLC0415
 
@@ -37,16 +35,50 @@ def loaded(path: Path) -> dict[str, Profile]:
 
 
 @click.command("show")
-@FILES
+@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--gpu", default="", metavar="TYPE", help="GPU type that the profiles must cover.")
 @json_option
-def show(*, files: tuple[Path, ...], as_json: bool) -> None:
-    """Show profiles: throughput over CPUs and memory for each GPU, relative to the proportional share."""
-    profiles = [(path, profile) for path in files for profile in loaded(path).values()]
+def show(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
+    """Check profiles, and show throughput over CPUs and memory for each GPU, relative to the proportional share.
+
+    A profile must follow its schema, its throughput must never fall with more resources, and with --gpu it must cover
+    this type. The exit code is 2 if one cannot be used; the error names the file and the key. A model of several files
+    is compared: its best speed in each, and the ratio to the first.
+    """
+    profiles: list[tuple[str, Profile]] = []
+    errors: list[str] = []
+    for path in files:
+        try:
+            profiles += [(str(path), profile) for profile in _usable(path, gpu)]
+        except InputError as error:
+            errors.append(str(error))
+    comparison = rows(profiles)
     if as_json:
-        emit([{"file": str(path), **plain(profile)} for path, profile in profiles])
-        return
-    for _, profile in profiles:
-        console().print(table(profile))
+        emit({
+            "profiles": [{"file": file, **plain(profile)} for file, profile in profiles],
+            "comparison": comparison,
+            "errors": errors,
+        })  # fmt: skip
+    else:
+        for _, profile in profiles:
+            console().print(table(profile))
+        if len(comparison) > len({row.model for row in comparison}):
+            console().print(compared(comparison))
+        say(*(f"cadenza: {error}" for error in errors), err=True)
+    if errors:
+        raise click.exceptions.Exit(2)
+
+
+def _usable(path: Path, gpu: str) -> list[Profile]:
+    """Return a file's profiles; raise InputError for one that cannot be used."""
+    from cadenza.profiler.validation import require_usable  # noqa: PLC0415
+
+    found = list(loaded(path).values())
+    for profile in found:
+        require_usable(profile, str(path), gpu)
+        for sibling in profile.siblings.values():
+            require_usable(sibling, str(path))
+    return found
 
 
 def plain(profile: Profile) -> dict[str, Any]:
@@ -146,25 +178,18 @@ class Row(msgspec.Struct, frozen=True):
     """Steps per second at the best demand, relative to the model's first file."""
 
 
-@click.command("compare")
-@FILES
-@json_option
-def compare(*, files: tuple[Path, ...], as_json: bool) -> None:
-    """Compare profiles: each model's best speed in each file, and its ratio to the first file."""
-    comparison = rows([(str(path), profile) for path in files for profile in loaded(path).values()])
-    if as_json:
-        emit(comparison)
-        return
+def compared(comparison: list[Row]) -> Table:
+    """Return one row for each model and file."""
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("MODEL", "FILE", "GPU", "ms a step at the share", "best with", "then", "against the first"):
+    for name in ("MODEL", "FILE", "GPU", "ms a step", "best with", "speed", "to the first"):
         table.add_column(name)
     for row in comparison:
         demand = f"{row.best_cpus:g} CPUs, {row.best_memory_gb:.4g} GB"
         cells = (f"{row.iteration_s * 1000:.4g}", demand, f"{row.best_speed:.2f}x", f"{row.relative:.2f}x")
         table.add_row(row.model, row.file, row.gpu or "any", *cells)
-    console().print(table)
+    return table
 
 
 def rows(profiles: list[tuple[str, Profile]]) -> list[Row]:
@@ -181,40 +206,3 @@ def rows(profiles: list[tuple[str, Profile]]) -> list[Row]:
             best = (profile.best.cpus, profile.best.memory_gb, profile.best_speed)
             result.append(Row(model, file, profile.gpu, profile.iteration_s, *best, times, relative))
     return result
-
-
-# --- validate ----------------------------------------------------------------------------------------------
-
-
-@click.command("validate")
-@FILES
-@click.option("--gpu", default="", metavar="TYPE", help="GPU type that the profiles must cover.")
-@json_option
-def validate(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
-    """Check profiles: schema, values, throughput that never falls with more resources, and the GPU type.
-
-    The exit code is 2 if a profile cannot be used; the error names the file and the key.
-    """
-    errors = {str(path): _error(path, gpu) for path in files}
-    if as_json:
-        emit([{"file": file, "valid": error is None, "error": error or ""} for file, error in errors.items()])
-    else:
-        for file, error in errors.items():
-            say(f"cadenza: {error}" if error else f"{file}: good", err=bool(error))
-    if any(errors.values()):
-        raise click.exceptions.Exit(2)
-
-
-def _error(path: Path, gpu: str) -> str | None:
-    """Return the error of a file that cannot be used, or None."""
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
-    from cadenza.profiler.validation import require_usable  # noqa: PLC0415
-
-    try:
-        for profile in loaded(path).values():
-            require_usable(profile, str(path), gpu)
-            for sibling in profile.siblings.values():
-                require_usable(sibling, str(path))
-    except InputError as error:
-        return str(error)
-    return None

@@ -1,1 +1,1 @@
-"""``cadenza simulate`` and ``cadenza policies``."""
+"""``cadenza simulate``."""

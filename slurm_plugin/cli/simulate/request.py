@@ -48,10 +48,11 @@ MAX_SEEDS = 1000
 ROUND_S, SHARED_ROUND_S = "300", "60"
 """Synergy's round (OSDI'22) and Gandiva's time slice (OSDI'18, p. 603), in seconds."""
 CHECKPOINT_S = "1800"
-"""Seconds of work between two checkpoints of a job; with ``--preset synergy`` nothing is lost, as it assumes."""
+"""Seconds of work between two checkpoints of a job; with ``--set preset=synergy`` nothing is lost, as it assumes."""
 STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
+BETWEEN = "share-between-users"
 TAKE_TURNS = ("timeslice", "gandiva")
 """Sharings that need a further lane to share anything."""
 SHIPPED = Settings()
@@ -130,7 +131,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
     if site is None:
         _check_together(words)
-    synergy = _one_of(words["preset"], "--preset", ("synergy",), "") == "synergy"
+    synergy = _one_of(words["preset"], "--set preset", ("synergy",), "") == "synergy"
     names = _names(words, synergy=synergy)
     shared = names.share != "none"
     # 2. The cluster and the jobs.
@@ -152,29 +153,36 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         queue, nodes = _ordered(words, queue, trace or (), nodes)
         trace = trace and tuple(_of_any_type(trace, nodes))
     # 3. Time, costs and faults.
-    events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
+    events = _one_of(words["events"], "--set events", YES_NO, "yes" if shared else "no") == "yes"
     failures, costs, interference = words["failures"], words["costs"], words["interference"]
     pairs = packing_pairs(profiles, gandiva_table1()) if shared else {}
     if interference is not None:
-        pairs = read_interference(read_file(interference, "--interference"), interference)
+        pairs = read_interference(read_file(interference, "--set interference"), interference)
     static = trace is not None and not any(job.submit_s for job in trace)
     setup = Setup(
-        round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--round", SHORTEST_ROUND_S, 1e9),
+        round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--set round", SHORTEST_ROUND_S, 1e9),
         first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
-        costs=FREE_COSTS if synergy else read_costs(read_file(costs, "--costs"), costs) if costs else default_costs(),
+        costs=FREE_COSTS
+        if synergy
+        else read_costs(read_file(costs, "--set costs"), costs)
+        if costs
+        else default_costs(),
         synergy=synergy,
         lanes=lanes,
         rounds_on_events=events,
-        horizon_s=positive(words["horizon"], "--horizon", LONGEST_S) if words["horizon"] else None,
+        horizon_s=positive(words["horizon"], "--set horizon", LONGEST_S) if words["horizon"] else None,
         until_done=_window(words["window"]),
-        failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
+        failures=read_failures(read_file(failures, "--set failures"), failures, nodes) if failures else (),
         load=site.load if site is not None else (),
         interference=pairs,
-        checkpoint_s=number(words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--checkpoint", most=LONGEST_S),
+        checkpoint_s=number(
+            words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--set checkpoint", most=LONGEST_S
+        ),
         place=not names.through_slurm,
         queue=queue,
         backfill=site.backfill if site is not None else SLURM,
         phased_moves=names.through_slurm,
+        lease_times=lanes > 1 or names.share != "preemption",
     )
     # 4. The policy, with the costs of the simulation as those that it expects.
     settings = service_settings(names, setup, {name for node in nodes for name in node.partitions})
@@ -194,13 +202,13 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         trace=trace,
         workload=workload,
         seeds=_seeds(words["seed"], workload),
-        loads=read_loads(words["load_sweep"], "--load-sweep") if words["load_sweep"] else (),
+        loads=read_loads(words["load_sweep"], "--set load-sweep") if words["load_sweep"] else (),
         window=setup.until_done,
         baseline=None,
         shared=("between users" if names.share_between_users else "within users") if shared and lanes > 1 else None,
         opted_in=_opted_in(words["opted_in"], trace or ()),
     )
-    kind = _one_of(words["baseline"], "--baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
+    kind = _one_of(words["baseline"], "--set baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
     if request.loads or setup.failures or (request.alone and kind == "slurm"):
         return request
     return replace(request, baseline="strict" if kind == "strict" else "slurm")
@@ -227,26 +235,27 @@ class Names:
 def _names(words: Mapping[str, Any], *, synergy: bool) -> Names:
     """Return the names of the options; those that are missing are the service's defaults.
 
-    Without sharing, and under ``--preset synergy``, they are the conventions of the published simulators.
+    Without sharing, and under ``--set preset=synergy``, they are the conventions of the published simulators.
     """
     share = words["share"] or ("none" if synergy else SHIPPED.policy.share)
     published = synergy or share == "none"
-    through = _one_of(words["through_slurm"], "--through-slurm", YES_NO, "no" if published else "yes") == "yes"
+    through = _one_of(words["through_slurm"], "--set through-slurm", YES_NO, "no" if published else "yes") == "yes"
     if synergy and through:
-        raise InputError("--through-slurm: does not go with --preset synergy, where moves take no time")
+        raise InputError("--set through-slurm: does not go with --set preset=synergy, where moves take no time")
     if words["place"] and not through:
-        raise InputError("--place: goes with --through-slurm yes; else the policy places all jobs")
+        raise InputError("--set place: goes with --set through-slurm=yes; else the policy places all jobs")
     if words["turns"] and share == "none":
-        raise InputError("--turns: goes with --share timeslice or gandiva; without sharing there are no turns")
+        raise InputError("--set turns: goes with --share timeslice or gandiva; without sharing there are no turns")
     place = SHIPPED.policy.place
     between = "yes" if SHIPPED.sharing.share_between_users or not through else "no"
     return Names(
         order=words["order"] or ("fifo" if published else SHIPPED.policy.order),
         allocate=words["allocate"] or (SHIPPED.policy.allocate if through else "cadenza"),
         share=share,
-        turns=_one_of(words["turns"], "--turns", ("fair", "order"), SHIPPED.sharing.turns),
-        place=_one_of(words["place"], "--place", YES_NO, "yes" if place or not through else "no") == "yes",
-        share_between_users=_one_of(words["share_between_users"], "--share-between-users", YES_NO, between) == "yes",
+        turns=_one_of(words["turns"], "--set turns", ("fair", "order"), SHIPPED.sharing.turns),
+        place=_one_of(words["place"], "--set place", YES_NO, "yes" if place or not through else "no") == "yes",
+        share_between_users=_one_of(words["share_between_users"], "--set share-between-users", YES_NO, between)
+        == "yes",
         through_slurm=through,
     )
 
@@ -274,7 +283,7 @@ def _policy_settings(words: Mapping[str, Any], names: Names, setup: Setup, setti
     """Return the settings that the policy runs under; the costs that it expects are those of the simulation."""
     costs = Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s)
     usual = "no" if setup.synergy and names.order == "las" else "yes"  # LAS offers nothing to the rest of its queue
-    backfill = _one_of(words["backfill"], "--backfill", YES_NO, usual) == "yes"
+    backfill = _one_of(words["backfill"], "--set backfill", YES_NO, usual) == "yes"
     live = policy_settings(settings)
     if names.through_slurm:
         return replace(live, backfill=backfill, costs=replace(live.costs, tune_s=costs.tune_s))
@@ -306,17 +315,17 @@ def _check_together(words: Mapping[str, Any]) -> None:
         raise InputError("simulate: give either --trace or --workload" + (", not both" if trace else ""))
     if trace and not words["nodes"]:
         raise InputError("--nodes: is missing; say how large the cluster is, for example --nodes 4x8:24:500")
-    for option, variable in (("--seed", "seed"), ("--load-sweep", "load_sweep")):
+    for option, variable in (("--seed", "seed"), ("--set load-sweep", "load_sweep")):
         if trace and words[variable]:
             raise InputError(f"{option}: goes with --workload; nothing is drawn for a trace")
     if workload and words["assign"]:
-        raise InputError("--assign: goes with --trace; a workload has its own split")
+        raise InputError("--set assign: goes with --trace; a workload has its own split")
     if words["load_sweep"] and workload.partition(":")[0] != "synergy":
-        raise InputError("--load-sweep: goes with --workload synergy, the one that has a load")
+        raise InputError("--set load-sweep: goes with --workload synergy, the one that has a load")
     if words["load_sweep"] and words["per_job"]:
-        raise InputError("--per-job: does not go with --load-sweep")
+        raise InputError("--per-job: does not go with --set load-sweep")
     if words["preset"] and words["costs"]:
-        raise InputError("--costs: does not go with --preset synergy, where nothing costs anything")
+        raise InputError("--set costs: does not go with --set preset=synergy, where nothing costs anything")
 
 
 def _named(option: str, read: Any, *arguments: Any) -> Any:
@@ -355,10 +364,10 @@ def _window(text: str | None) -> tuple[int, int] | None:
         return None
     first, colon, last = text.partition(":")
     if not colon:
-        raise InputError(f"--window: {quoted(text)} is not FROM:TO, for example 4000:5000")
-    found = integer(first.strip(), "--window"), integer(last.strip(), "--window")
+        raise InputError(f"--set window: {quoted(text)} is not FROM:TO, for example 4000:5000")
+    found = integer(first.strip(), "--set window"), integer(last.strip(), "--set window")
     if found[0] >= found[1]:
-        raise InputError(f"--window: {quoted(text)} holds no position")
+        raise InputError(f"--set window: {quoted(text)} holds no position")
     return found
 
 
@@ -386,12 +395,12 @@ def read_file(path: str, option: str) -> str:
 def _ordered(
     words: Mapping[str, Any], queue: QueueRules, trace: Sequence[TraceJob], nodes: tuple[Node, ...]
 ) -> tuple[QueueRules, tuple[Node, ...]]:
-    """Return the queue's rules with what the trace and --weights say, and the nodes with the trace's partitions."""
+    """Return the queue's rules with what the trace and --set weights say, and the nodes with the trace's partitions."""
     queue = with_shares(queue, {job.account: job.share for job in trace if job.share is not None})
     tiers = {job.partition: job.tier for job in trace if job.partition != PARTITION}
     queue = with_tiers(queue, tiers)
     if words["weights"] is not None:
-        queue = msgspec.structs.replace(queue, weights=read_weights(words["weights"], "--weights"))
+        queue = msgspec.structs.replace(queue, weights=read_weights(words["weights"], "--set weights"))
     elif queue.weights == Weights():
         several = any(job.account or job.qos or job.nice for job in trace) or len({job.user for job in trace}) > 1
         queue = msgspec.structs.replace(queue, weights=Weights(**(USUAL_WEIGHTS if several else AGE_ALONE)))
@@ -415,7 +424,7 @@ def _of_any_type(trace: Sequence[TraceJob], nodes: Sequence[Node]) -> Iterator[T
 def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile], queue: QueueRules) -> tuple[TraceJob, ...]:
     assign = None
     if words["assign"]:
-        assign = model_mix(profiles, read_split(words["assign"], "--assign"), "--assign")
+        assign = model_mix(profiles, read_split(words["assign"], "--set assign"), "--set assign")
     jobs = read_trace(read_file(words["trace"], "--trace"), words["trace"], profiles, assign, queue)
     if not jobs:
         raise InputError(f"{words['trace']}: has no jobs")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -26,14 +26,17 @@ from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
 from cadenza.policies.slurm.backfill import STRICT
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.common import say
 from cadenza.slurm_plugin.cli.simulate.request import Request
+from cadenza.slurm_plugin.report.metrics import comparable
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 PROGRESS_AFTER_S = 1.0
 """Seconds of wall time after which a run shows its progress."""
 PROGRESS_INTERVAL_S = 0.1
+LINES_INTERVAL_S = 10.0
 COMPARED = (
     "avg_jct_h", "p50_jct_h", "p99_jct_h", "p999_jct_h", "makespan_h", "mean_bounded_slowdown", "wait_1_gpu_h",
     "wait_2_to_7_gpus_h", "wait_8_gpus_h", "wait_more_gpus_h", "idle_waiting_gpus", "time_to_100_iterations_s",
@@ -132,12 +135,17 @@ class Results:
 
 
 def ratios(ours: Sequence[Summary], theirs: Sequence[Summary]) -> dict[str, float | None]:
-    """Return each compared figure over the other's, of means over the seeds; None where one lacks it."""
+    """Return each compared figure over the other's, of means over the seeds.
+
+    None where one lacks it, or where theirs is too small to compare with.
+    """
     found: dict[str, float | None] = {}
+    jct_h = fmean([row.avg_jct_h for row in theirs if row.avg_jct_h is not None] or [0.0])
     for key in COMPARED:
         pair = [[value for row in rows if (value := flat(row)[key]) is not None] for rows in (ours, theirs)]
         whole = all(len(values) == len(ours) for values in pair)
-        found[key] = fmean(pair[0]) / base if whole and (base := fmean(pair[1])) else None
+        base = fmean(pair[1]) if whole and pair[1] else 0.0
+        found[key] = fmean(pair[0]) / base if whole and pair[1] and comparable(key, base, jct_h) else None
     return found
 
 
@@ -217,9 +225,9 @@ def _simulated(
 ) -> Result:
     window = request.window
     if not request.alone and window is not None and window[1] > len(jobs):
-        raise InputError(f"--window: ends at {window[1]}, and there are {len(jobs)} jobs")
+        raise InputError(f"--set window: ends at {window[1]}, and there are {len(jobs)} jobs")
     stopwatch = SystemClock().monotonic
-    with progress_bar(quiet=bool(request.words["quiet"])) as bar:
+    with progress_bar(quiet=bool(request.words.get("quiet"))) as bar:
         watch = _Watch(bar, title, window[1] if window else len(jobs), stopwatch())
 
         def progress(time_s: float, ended: int) -> None:
@@ -233,27 +241,62 @@ def _simulated(
 
 
 @contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[Progress | None]:
-    """Yield a progress bar on standard error, removed at the end; None without a terminal or with --quiet."""
+def progress_bar(*, quiet: bool) -> Iterator[Progress | ProgressLines | None]:
+    """Yield a progress bar on standard error, removed at the end; lines without a terminal; None if quiet."""
     from rich.progress import Progress  # noqa: PLC0415
 
     from cadenza.slurm_plugin.cli.terminal import Terminal  # noqa: PLC0415
 
     console = Terminal(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         yield None
         return
-    bar = Progress(console=console, transient=True)
+    bar = Progress(console=console, transient=True) if console.is_terminal else ProgressLines(SystemClock().monotonic)
     try:
         yield bar
     finally:
         bar.stop()
 
 
+class ProgressLines:
+    """Progress for a log: a line for each run once in a while, by the calls of a bar."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self.tasks: list[ProgressLine] = []
+        self._monotonic = monotonic
+
+    def add_task(self, description: str, *, total: int) -> TaskID:
+        """Add a run of so many jobs, and return its number."""
+        number = cast("TaskID", len(self.tasks))
+        self.tasks.append(ProgressLine(number, description, total, self._monotonic() + LINES_INTERVAL_S))
+        return number
+
+    def update(self, number: TaskID, *, completed: int, description: str | None = None) -> None:
+        """Say how many jobs of a run have ended, unless it was said a short time ago."""
+        task, now_s = self.tasks[number], self._monotonic()
+        if now_s >= task.next_s:
+            self.tasks[number] = task._replace(next_s=now_s + LINES_INTERVAL_S)
+            say(f"{description or task.description}: {completed} of {task.total} jobs have ended", err=True)
+
+    def start(self) -> None:
+        """Do nothing: a log needs no drawing."""
+
+    stop = start
+
+
+class ProgressLine(NamedTuple):
+    """One run of ``ProgressLines``, and the time of its next line."""
+
+    id: TaskID
+    description: str
+    total: int
+    next_s: float
+
+
 class _Watch:
     """Shows how far a run is, a few times a second, once it has taken a while."""
 
-    def __init__(self, bar: Progress | None, title: str, jobs: int, now_s: float) -> None:
+    def __init__(self, bar: Progress | ProgressLines | None, title: str, jobs: int, now_s: float) -> None:
         self._bar = bar
         self._title = title
         self._jobs = jobs

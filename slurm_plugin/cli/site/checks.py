@@ -35,7 +35,7 @@ OWN_FILES, FILES_A_HOST = 256, 2
 REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
-LANES_ADVICE = "see docs/lanes.md and `cadenza lanes list`"
+LANES_ADVICE = "see docs/lanes.md and `cadenza lanes`"
 FLAT_TOPOLOGIES = ("", "(null)", "topology/flat", "topology/default")
 """Topologies in which every node is reached alike (slurm.conf(5), TopologyPlugin)."""
 
@@ -62,7 +62,7 @@ def failed(findings: Sequence[Finding]) -> bool:
 def configuration(facts: Facts) -> Iterator[Finding]:
     """Check the settings file and its managed partitions."""
     if problem := facts.problems.get("settings"):
-        yield Finding("FAIL", "configuration", problem, "see `cadenza check-config`")
+        yield Finding("FAIL", "configuration", problem, "correct each in its file")
         return
     table = facts.settings
     yield Finding("OK", "configuration", f"mode {table.service.mode}")
@@ -152,11 +152,13 @@ def _source(facts: Facts, slurm: tuple[int, ...] | None) -> Finding:
 
 def slurm_settings(facts: Facts) -> Iterator[Finding]:
     """Check the required and the recommended settings of slurm.conf."""
-    config = facts.slurm or {}
+    config, good_so_far = facts.slurm or {}, set[str]()
     for level, key, good, effect, advice in rules_for(config) if config else ():
         value = config.get(key, "")
         if re.search(good, value):
-            yield Finding("OK", key, value)
+            if key not in good_so_far:
+                yield Finding("OK", key, value)
+            good_so_far.add(key)
         else:
             yield Finding(level, key, f"{value or 'unset'}: {effect}", advice)
 

@@ -1,18 +1,23 @@
-"""``cadenza doctor`` and ``record``: check a site, record its Slurm."""
+"""``cadenza doctor``: check a site, and write what a bug report needs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.policies.core.text import printable
+from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.slurm_plugin.cli.common import MAX_LINE, config_option, console, emit, json_option, say
 from cadenza.slurm_plugin.cli.site import checks
 from cadenza.slurm_plugin.cli.site.checks import Finding, failed
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+NEEDS = (("FAIL", "problem"), ("WARN", "warning"))
 
 
 @click.command("doctor")
@@ -24,60 +29,76 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     help="With --gpu: a Python that has the torch of jobs, for the trial of the offload engine.",
 )
 @click.option("--ranks", is_flag=True, help="With --gpu: try jobs of several ranks, too; takes minutes.")
+@click.option("--save", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write findings, settings, and Slurm's jobs and nodes for a bug report, too.")  # fmt: skip
 @json_option
 @config_option
-def doctor(*, gpu: bool, python: str, ranks: bool, as_json: bool, config: Path | None) -> None:
+def doctor(*, gpu: bool, python: str, ranks: bool, save: Path | None, as_json: bool, config: Path | None) -> None:
     """Check this site: versions, lanes, partitions, keys, agents.
 
     Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing but the record of two trials
     with --gpu, for which root is needed: on a free GPU the driver checkpoints a process of its own, and the offload
-    engine moves another's state out and back. The exit code is 1 if a problem keeps Cadenza from working.
+    engine moves another's state out and back. The exit code is 1 if a problem keeps Cadenza from working. The file of
+    --save has names of users and jobs, and comments: read it before you send it.
     """
     from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
 
     if ranks and not gpu:
         raise click.UsageError("--ranks needs --gpu")
     if gpu:
-        from cadenza.sidecar.agent_settings import load_settings  # noqa: PLC0415
+        from cadenza.sidecar.agent_settings import AgentSettings, load_settings  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.rank_rows import try_ranks  # noqa: PLC0415
 
-        settings = load_settings(config)
+        path = config or DEFAULT_PATH
+        settings = load_settings(path) if config or path.exists() else AgentSettings()
         gpus = examine_gpus(try_gpu(gather_gpus(), Path(settings.state_dir), python), settings.driver_checkpoint)
         findings = (*gpus, *examine_scripts(gather_scripts()), *(try_ranks(python) if ranks else ()))
     else:
         findings = checks.examine(gather(config))
+    if save is not None:
+        save.write_bytes(msgspec.json.encode({"findings": findings, **answers(config)}) + b"\n")
     show(findings, as_json=as_json)
+    if save is not None:
+        say(f"written: {save}", err=True)
     if failed(findings):
         raise SystemExit(1)
 
 
 def show(findings: Sequence[Finding], *, as_json: bool) -> None:
-    """Print findings, each with its advice."""
+    """Print findings, each with its advice, and how many need one."""
     if as_json:
         emit(findings)
         return
+    from rich.text import Text  # noqa: PLC0415 (slow, and not needed for JSON)
+
+    out = console()
     for finding in findings:
-        level = click.style(f"{finding.level:4}", COLORS[finding.level])
-        click.echo(f"{level} ", nl=False)
-        say(f"{finding.about}: {finding.observation}")
+        level = (f"{finding.level:4} ", COLORS[finding.level])
+        seen = printable(f"{finding.about}: {finding.observation}", MAX_LINE)
+        out.print(Text.assemble(level, seen), soft_wrap=True)
         if finding.advice and finding.level != "OK":
-            say(f"       -> {finding.advice}")
+            out.print(printable(f"       -> {finding.advice}", MAX_LINE), soft_wrap=True)
+    counts = ((sum(one.level == level for one in findings), name) for level, name in NEEDS)
+    out.print(", ".join(f"{number} {name}{'' if number == 1 else 's'}" for number, name in counts))
 
 
-@click.command("record")
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="File to append to.")
-@click.option("--count", default=1, show_default=True, type=click.IntRange(min=1), help="Number of reads.")
-@click.option("--interval", default=15.0, show_default=True, type=click.FloatRange(0), help="Seconds between reads.")
-def record(*, out: Path, count: int, interval: float) -> None:
-    """Record this cluster's jobs and nodes for tests and bug reports.
-
-    The file contains names of users and jobs, and comments: review it before you share it.
-    """
-    from cadenza.slurm_plugin.cli.site import recording  # noqa: PLC0415
+def answers(config: Path | None) -> dict[str, Any]:
+    """Return the settings, and Slurm's jobs and nodes as they are read, each or why it is not known."""
+    from cadenza.sidecar.config import ConfigError  # noqa: PLC0415 (slow, like all below)
+    from cadenza.slurm_plugin.cli.site.config_command import rows  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.errors import GatewayError  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.source_gateway import automatic  # noqa: PLC0415
 
-    with automatic() as gateway:
-        size = recording.record(out, count, interval, gateway)
-    say(f"{out}: {count} answers, {size} bytes")
+    found: dict[str, Any] = {}
+    try:
+        found["settings"] = list(rows(config))
+    except ConfigError as error:
+        found["settings"] = str(error)
+    try:
+        with automatic() as gateway:
+            found["slurm"] = gateway.read_raw()
+    except GatewayError as error:
+        found["slurm"] = str(error)
+    return found

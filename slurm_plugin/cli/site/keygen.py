@@ -16,16 +16,20 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @click.command("keygen")
 @click.argument("hosts", nargs=-1, metavar="[HOST]...")
-@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Directory to write to.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False),
+              help="Directory to write to (default: [service] keys).")  # fmt: skip
 @click.option("--rotate", is_flag=True, help="Replace the hosts' keys; each old key works until its agent has the new.")
 @click.option("--force", is_flag=True, help="Replace the hosts' keys at once; without HOST, the service's key.")
-def keygen(*, hosts: tuple[str, ...], out: Path, rotate: bool, force: bool) -> None:
+def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: bool) -> None:
     """Create a key for the service, if it has none, and one for the agent of each HOST.
 
     The service reads service.key_secret and agents/HOST.key. Each host needs its own agents/HOST.key_secret and
     service.key, at the same places; delete its secret key here once it is copied. Then reload cadenzad.
     Only the owner can read the files whose names end in _secret.
     """
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415 (slow)
+
+    out = out or Path(load_settings(None).service.keys)
     for host in hosts:
         if HOST_NAME.fullmatch(host) is None:
             raise click.BadParameter(f"{host!r} is not a host name", param_hint="HOST")

@@ -1,4 +1,4 @@
-"""``cadenza lanes``: further lanes on demand, opened, closed and listed."""
+"""``cadenza lanes``: further lanes, listed, and those on demand opened and closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cadenza.sidecar.bounds import MAX_LANES
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import NO_ROUND, config_option, emit, json_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,41 +30,22 @@ class LaneRow(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-@click.group("lanes")
-def lanes() -> None:
-    """Open, close and list further lanes of hosts."""
-
-
-@lanes.command("add")
-@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("--count", default=1, show_default=True, type=click.IntRange(1, MAX_LANES), help="Lanes above lane 0.")
-@config_option
-def add(*, hosts: tuple[str, ...], count: int, config: Path | None) -> None:
-    """Let the service open further lanes on each HOST, while its mode is "apply".
-
-    Its agent starts a slurmd for each, which registers the lane in Slurm. They close when the mode is "observe".
-    """
-    _ask(hosts, count, config)
-
-
-@lanes.command("remove")
-@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@config_option
-def remove(*, hosts: tuple[str, ...], config: Path | None) -> None:
-    """Let the service close the lanes of each HOST that are not in slurm.conf.
-
-    Each lane is drained at once, and leaves Slurm when the last job on it has ended.
-    """
-    _ask(hosts, 0, config)
-
-
-@lanes.command("list")
+@click.command("lanes")
 @click.argument("hosts", nargs=-1, metavar="[HOST]...")
+@click.option("--count", type=click.IntRange(0, MAX_LANES), help="Let each HOST have this many lanes above lane 0.")
 @json_option
 @config_option
-def show(*, hosts: tuple[str, ...], as_json: bool, config: Path | None) -> None:
-    """List the further lanes of all hosts, or of each HOST, as the last round saw them."""
-    snapshot, _ = _last(config)
+def lanes(*, hosts: tuple[str, ...], count: int | None, as_json: bool, config: Path | None) -> None:
+    """List the lanes above lane 0 of all hosts, or of each HOST, as the last round saw them; or change their number.
+
+    With --count the service opens and closes lanes that are not in slurm.conf, while its mode is "apply": the host's
+    agent starts a slurmd for each, which registers the lane in Slurm. A lane that is to close is drained at once, and
+    leaves Slurm when the last job on it has ended. All close when the mode is "observe".
+    """
+    snapshot, settings = _last(config)
+    if count is not None:
+        _ask(hosts, count, snapshot, settings)
+        return
     rows = [row for row in rows_of(snapshot) if not hosts or row.host in hosts]
     if as_json:
         emit(rows)
@@ -96,10 +77,11 @@ def rows_of(snapshot: ClusterSnapshot) -> Iterator[LaneRow]:
             yield LaneRow(host.name, name, on_demand=True, wanted=True, state="absent", reason=problem)
 
 
-def _ask(hosts: tuple[str, ...], count: int, config: Path | None) -> None:
+def _ask(hosts: tuple[str, ...], count: int, snapshot: ClusterSnapshot, settings: Settings) -> None:
     from cadenza.slurm_plugin.service.lanes_on_demand import LaneRequest, refusal_reason, write  # noqa: PLC0415
 
-    snapshot, settings = _last(config)
+    if not hosts:
+        raise click.UsageError("--count needs the hosts whose number of lanes to change")
     known = {host.name for host in snapshot.hosts}
     if unknown := [host for host in hosts if host not in known]:
         raise click.ClickException(f"{', '.join(unknown)}: the last round saw no such host")
@@ -110,7 +92,7 @@ def _ask(hosts: tuple[str, ...], count: int, config: Path | None) -> None:
         write(Path(settings.service.store), LaneRequest(host, count))
     if count and not settings.applies:
         say('the mode is "observe": the lanes open when it is "apply"')
-    say("see `cadenza lanes list` from the next round on")
+    say("see `cadenza lanes` from the next round on")
 
 
 def _last(config: Path | None) -> tuple[ClusterSnapshot, Settings]:
@@ -122,5 +104,5 @@ def _last(config: Path | None) -> tuple[ClusterSnapshot, Settings]:
     with StoreReader(Path(settings.service.store)) as reader:
         last = reader.round()
     if last is None:
-        raise click.ClickException("no round is on record yet: is cadenzad running?")
+        raise click.ClickException(NO_ROUND)
     return last.snapshot, settings

@@ -1,4 +1,4 @@
-"""``cadenza uninstall --dry-run``: what is left of Cadenza on this machine and in Slurm."""
+"""``cadenza leftovers``: what is left of Cadenza on this machine and in Slurm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
-from cadenza.slurm_plugin.cli.site.setup_command import USER, text_of
+from cadenza.slurm_plugin.cli.site.plan_command import USER, text_of
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
@@ -31,17 +31,14 @@ class Leftover(msgspec.Struct, frozen=True):
     removal: str
 
 
-@click.command("uninstall")
-@click.option("--dry-run", is_flag=True, help="List what is left; there is nothing else yet.")
+@click.command("leftovers")
 @json_option
 @config_option
-def uninstall(*, dry_run: bool, as_json: bool, config: Path | None) -> None:
+def leftovers(*, as_json: bool, config: Path | None) -> None:
     """List what is left of Cadenza on this machine and in Slurm, and how each part is removed.
 
     It removes nothing. The exit code is 1 if more than the programs themselves is left, and 3 if Slurm did not answer.
     """
-    if not dry_run:
-        raise click.UsageError("it only lists what is left: give --dry-run")
     try:
         settings = load_settings(config)
     except ConfigError:

@@ -8,35 +8,51 @@ from typing import Any
 import click
 
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
+from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
+from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 STOP_KEYS = ("rule", "first", "least", "reduction", "steps")
 """Options that are keys of the table [stop]."""
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 
 
-@click.group("sweep")
+COMMANDS = {
+    "Commands": {
+        "run": ("sweep.command:run", "Submit a job for each configuration, and stop the weak ones."),
+        "resume": ("sweep.command:resume", "Continue a sweep whose controller has ended."),
+        "status": ("sweep.command:status", "Show the best configuration, and all of them."),
+        "stop": ("sweep.command:stop", "Cancel all jobs of a sweep and wait for their end."),
+    }
+}
+KEYS = {
+    "Keys of --set, as in sweep.toml": (
+        Key("first", "STEP", "First step at which one may be stopped; asha's first rung [1].", click.INT),
+        Key("least", "N", "Least number of configurations to compare one with [4].", click.INT),
+        Key("reduction", "N", "asha: the best 1/N of a rung continue [3].", click.FLOAT),
+        Key("steps", "STEP", "curve: the last step of a full run.", click.INT),
+        Key("top", "N", "Number of best configurations to prefer; 0: none [0].", click.INT),
+        Key("finish", "yes|no", "Let the one that reached the target run to its end [yes].", click.BOOL),
+        Key("share", "yes|no", "Let the jobs share GPUs [yes].", click.BOOL),
+        Key("poll-s", "SECONDS", "Time between reads of the results [1].", click.FLOAT),
+        Key("slurm-s", "SECONDS", "Time between reads of Slurm's queue [10].", click.FLOAT),
+    )
+}
+
+
+@click.group("sweep", cls=LazyGroup, table=COMMANDS)
 def command() -> None:
     """Search over configurations: early feedback from all, weak ones stopped by a rule, the best preferred."""
 
 
-@command.command("run")
+@click.command("run", cls=KeyedCommand, keys=KEYS)
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.argument("words", metavar="-- SBATCH-OPTION… SCRIPT [ARGUMENT…]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="The sweep's directory [sweeps/NAME].")
 @click.option("--name", help="Name of the sweep [the file's].")
 @click.option("--goal", type=click.Choice(["max", "min"]), help="Prefer large or small values [max].")
 @click.option("--target", type=float, help="Stop all others once a configuration reaches this value.")
-@click.option("--finish/--no-finish", default=None, help="Let the one that reached the target run to its end [finish].")
 @click.option("--rule", help="none, median, asha, curve or MODULE:FUNCTION [asha].")
-@click.option("--first", type=int, help="First step at which a configuration may be stopped; asha's first rung [1].")
-@click.option("--least", type=int, help="Least number of configurations to compare one with [4].")
-@click.option("--reduction", type=float, help="asha: the best 1/N of a rung continue [3].")
-@click.option("--steps", type=int, help="curve: the last step of a full run.")
-@click.option("--top", type=int, help="Number of best configurations to prefer; 0: none [0].")
 @click.option("--at-once", type=int, help="Jobs in Slurm at a time; 0: all [0].")
-@click.option("--share/--no-share", default=None, help="Let the jobs share GPUs [share].")
-@click.option("--poll-s", type=float, help="Seconds between reads of the results [1].")
-@click.option("--slurm-s", type=float, help="Seconds between reads of Slurm's queue [10].")
 @json_option
 def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Submit a job for each configuration of FILE, and stop the weak ones.
@@ -60,7 +76,7 @@ def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: 
         control(sweep, as_json=as_json)
 
 
-@command.command("resume")
+@click.command("resume")
 @DIRECTORY
 @json_option
 def resume(*, directory: Path, as_json: bool) -> None:
@@ -72,15 +88,15 @@ def resume(*, directory: Path, as_json: bool) -> None:
         control(sweep, as_json=as_json)
 
 
-@command.command("status")
+@click.command("status")
 @DIRECTORY
 @json_option
 def status(*, directory: Path, as_json: bool) -> None:
-    """Show every configuration and its results, the best first.
+    """Show the best configuration so far, and every one with its results, the best first.
 
     Job states are the last ones that the sweep's controller read from Slurm.
     """
-    from cadenza.slurm_plugin.cli.sweep.display import plain, summary, table  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.sweep.display import best_so_far, plain, summary, table  # noqa: PLC0415
     from cadenza.slurm_plugin.sweep.controller import load  # noqa: PLC0415
 
     head, state = load(directory)
@@ -88,28 +104,10 @@ def status(*, directory: Path, as_json: bool) -> None:
         emit({**summary(head, state), "trials": [plain(trial, head) for trial in state.trials.values()]})
     else:
         console().print(table(head, state, rows=len(state.trials)))
+        say(best_so_far(head, state))
 
 
-@command.command("best")
-@DIRECTORY
-@json_option
-def best(*, directory: Path, as_json: bool) -> None:
-    """Print the best configuration so far; the exit code is 1 if no configuration has reported a value."""
-    from cadenza.slurm_plugin.cli.sweep.display import plain  # noqa: PLC0415
-    from cadenza.slurm_plugin.sweep.controller import best_of, load  # noqa: PLC0415
-
-    head, state = load(directory)
-    winner = best_of(state.trials.values(), head.plan)
-    if winner is None:
-        raise click.ClickException("no configuration has reported a value yet")
-    if as_json:
-        emit(plain(winner, head))
-    else:
-        values = " ".join(f"{name}={value}" for name, value in winner.config.items())
-        say(f"configuration {winner.number} (job {winner.job}): {winner.best(head.plan.goal):g} with {values}")
-
-
-@command.command("stop")
+@click.command("stop")
 @DIRECTORY
 def stop(*, directory: Path) -> None:
     """Cancel all jobs of a sweep and wait for their end.

@@ -35,8 +35,7 @@ def control(sweep: Sweep, *, as_json: bool) -> None:
     best, target = sweep.best(), sweep.plan.target
     if not as_json:
         verdict = "" if target is None else f"; the target was {'' if sweep.state.target else 'not '}reached"
-        result = best and f"best: configuration {best.number}, {best.best(sweep.plan.goal):g}, {best.config}{verdict}"
-        say(result or "no configuration has reported a value")
+        say(best_so_far(sweep.head, sweep.state) + (verdict if best else ""))
     sys.exit(int((best if target is None else sweep.state.target) is None))
 
 
@@ -85,6 +84,15 @@ def _show_table(sweep: Sweep) -> None:
     with Live(console=console(), auto_refresh=False) as live:
         for _ in ticks(sweep):
             live.update(table(sweep.head, sweep.state, problem=sweep.problem or sweep.notice or None), refresh=True)
+
+
+def best_so_far(head: Head, state: SweepState) -> str:
+    """Return a sentence on the best configuration."""
+    best = best_of(state.trials.values(), head.plan)
+    if best is None:
+        return "no configuration has reported a value"
+    values = " ".join(f"{name}={value}" for name, value in best.config.items())
+    return f"best: configuration {best.number} (job {best.job}): {best.best(head.plan.goal):g} with {values}"
 
 
 def summary(head: Head, state: SweepState) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _configured(config: Mapping[str, str], notes: list[str]) -> tuple[QueueRules
         weights = {name: int(value) for name, value in AGE_ALONE.items()}
         notes.append(
             "Slurm's priority has no weights, so that Cadenza would move no job: it is simulated with a weight for "
-            "age, which leaves the order of submission and which `cadenza setup` proposes."
+            "age, which leaves the order of submission and which `cadenza plan` proposes."
         )
     for key, usual in (("PriorityFavorSmall", "no"), ("PriorityFlags", "")):
         flags = [flag for flag in config.get(key, usual).split(",") if flag not in (usual, "", "CALCULATE_RUNNING")]

@@ -1,4 +1,4 @@
-"""``cadenza check-config`` and ``cadenza show-config``: the configuration files, checked and explained key by key."""
+"""``cadenza config``: the settings in force, checked and explained key by key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from cadenza.policies.sharing.turns.fair_queue import MAX_FAIR_WAITS_BEHIND
 from cadenza.sidecar.config import DEFAULT_PATH
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import emit, json_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,24 +37,27 @@ class Row(msgspec.Struct, frozen=True):
     meaning: str
 
 
-@click.command("check-config")
+@click.command("config")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--check", is_flag=True, help="Print the verdict alone, without the settings.")
 @json_option
-def check(*, file: Path | None, as_json: bool) -> None:
-    """Check FILE (default: /etc/cadenza/cadenza.toml) and the files in its conf.d directory.
+def command(*, file: Path | None, check: bool, as_json: bool) -> None:
+    """Check FILE (default: /etc/cadenza/cadenza.toml) and its conf.d, and print every setting in force.
 
-    An error names the file and the key, and the exit code is 2. Advice does not change the exit code.
+    The output is a configuration file: each setting with its meaning and the file it comes from. All errors of the
+    files are named with their keys and lines, and then the exit code is 2. Notes do not change it.
     """
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
-    settings = load_settings(file or DEFAULT_PATH)
+    path = file or DEFAULT_PATH
+    settings = load_settings(path)
     notes = [*advice(settings), *policy_advice(settings)]
     if as_json:
-        emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": notes})
+        emit({"file": str(path), "notes": notes, "settings": () if check else tuple(rows(path))})
         return
-    say(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
-    for line in notes:
-        say(f"  note: {line}")
+    if not check:
+        say(*lines(list(rows(path))))
+    say(f"{path}: OK, mode {settings.service.mode}", *(f"  note: {line}" for line in notes), err=not check)
 
 
 def policy_advice(settings: Settings) -> Iterator[str]:
@@ -101,21 +104,6 @@ def advice(settings: Settings) -> Iterator[str]:
         )
     if Path(settings.guard.kill_switch).exists():
         yield f"the kill switch {settings.guard.kill_switch} exists: the service takes no action"
-
-
-@click.command("show-config")
-@json_option
-@config_option
-def show(*, as_json: bool, config: Path | None) -> None:
-    """Print every setting with its value, its meaning and the file it comes from.
-
-    The output is a valid configuration file.
-    """
-    settings = list(rows(config))
-    if as_json:
-        emit(settings)
-    else:
-        say(*lines(settings))
 
 
 def rows(config: Path | None) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""cadenza setup and cadenza uninstall --dry-run: the lines of a site, their check, and what is left."""
+"""cadenza plan and cadenza leftovers: the lines of a site, their check, and what is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cadenza.slurm_plugin.cli.site.lane_plan import (
     plan_lanes,
 )
 from cadenza.slurm_plugin.cli.site.leftovers import in_slurm, in_slurms_files, on_this_machine, plugins
-from cadenza.slurm_plugin.cli.site.setup_command import missing_files, toml, with_includes
+from cadenza.slurm_plugin.cli.site.plan_command import missing_files, toml, with_includes
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import Settings
 
@@ -320,7 +320,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
 
 
 def test_setup_prints_all_files_or_one(command: Callable[..., Result]) -> None:
-    words = ("setup", "--partition", "shared", "--lanes", "2")
+    words = ("plan", "--partition", "shared", "--lanes", "2")
     whole, one = command(*words), command(*words, "--file", "lua.conf")
     assert (whole.exit_code, one.exit_code, one.output) == (0, 0, "partitions=shared\nlanes=2\n")
     assert "node1: systemctl disable --now slurmd; systemctl enable --now slurmd@node1 slurmd@node1-l1" in whole.output
@@ -346,24 +346,24 @@ def test_setup_proposes_the_weights_by_which_jobs_can_make_way(
     config = (tmp_path / "bin" / "config").read_text()
     (tmp_path / "bin" / "config").write_text(config + "".join(f"{key} = {value}\n" for key, value in slurm.items()))
     (tmp_path / "cadenza.toml").write_text(own)
-    said = command("setup", "--partition", "shared", "--file", "cadenza.conf").output.splitlines()
+    said = command("plan", "--partition", "shared", "--file", "cadenza.conf").output.splitlines()
     assert [line.partition(":")[0] for line in said if "Priority" in line] == lines
-    done = command("setup", "--partition", "shared", "--check", "--json")
+    done = command("plan", "--partition", "shared", "--check", "--json")
     failed = [row["about"] for row in json.loads(done.stdout) if row["level"] == "FAIL" and "Prio" in row["about"]]
     assert len(failed) == len(lines)
 
 
 def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_path: Path) -> None:
     """No line of a node changes, no path of slurmd, and no host is drained."""
-    said = command("setup", "--partition", "shared").output
+    said = command("plan", "--partition", "shared").output
     assert "lanes=1" in said
     assert "PrologFlags=Alloc,Contain" in said
     assert not [word for word in ("NodeName", "SlurmdSpoolDir", "SlurmdPidFile", "drain", "slurmd@") if word in said]
-    done = command("setup", "--partition", "shared", "--check", "--json")
+    done = command("plan", "--partition", "shared", "--check", "--json")
     found = {row["about"].rpartition("/")[2]: row["level"] for row in json.loads(done.stdout)}
     assert [found[name] for name in ("node1", "node2", "partition shared", "lua.conf")] == ["OK", "OK", "OK", "FAIL"]
     (tmp_path / "bin" / "nodes").write_text(RECORDED)
-    assert command("setup", "--partition", "shared", "--file", "lua.conf").output.endswith("lanes=2\n"), "as Slurm has"
+    assert command("plan", "--partition", "shared", "--file", "lua.conf").output.endswith("lanes=2\n"), "as Slurm has"
 
 
 @pytest.mark.parametrize(
@@ -379,14 +379,14 @@ def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_p
     ],
 )
 def test_bad_input_ends_with_2(command: Callable[..., Result], words: tuple[str, ...], said: str) -> None:
-    done = command("setup", *words)
+    done = command("plan", *words)
     assert done.exit_code == 2
     assert said in done.stderr
 
 
 def test_an_answer_that_is_not_slurms_ends_with_2(command: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "bin" / "nodes").write_text('{"nodes": 5}')
-    for words in (("setup", "--partition", "shared"), ("uninstall", "--dry-run")):
+    for words in (("plan", "--partition", "shared"), ("leftovers",)):
         done = command(*words)
         assert (done.exit_code, "scontrol show node --json" in done.stderr) == (2, True)
 
@@ -401,18 +401,18 @@ def test_nodes_that_are_not_planned_may_have_what_no_line_can_hold(
     (tmp_path / "bin" / "nodes").write_text(json.dumps({"nodes": nodes}))
     (tmp_path / "slurm" / "gres.conf").write_text("Include more.conf\n")
     (tmp_path / "slurm" / "more.conf").write_text("NodeName=node1 \\\n Name=gpu File=/dev/nvidia[0-3]\n")
-    one = command("setup", "--partition", "shared")
+    one = command("plan", "--partition", "shared")
     assert one.exit_code == 0, one.stderr
     assert "1 nodes cannot be read: " in one.stderr
     assert "node1 is in the partition all, too" in one.stderr
     more = ("--partition", "all", "--lanes", "2")
-    assert "Feature=shape=a2-highgpu,ad=None,lane1" in command("setup", "--partition", "shared", *more).stdout
-    lines = command("setup", "--partition", "shared", *more, "--file", "gres.conf")
+    assert "Feature=shape=a2-highgpu,ad=None,lane1" in command("plan", "--partition", "shared", *more).stdout
+    lines = command("plan", "--partition", "shared", *more, "--file", "gres.conf")
     assert lines.stdout == "NodeName=node1-l1 Name=gpu File=/dev/nvidia[0-3]\n"
 
 
 def test_the_check_of_a_plain_site_fails_with_the_lines(command: Callable[..., Result]) -> None:
-    done = command("setup", "--partition", "shared", "--lanes", "2", "--check", "--json")
+    done = command("plan", "--partition", "shared", "--lanes", "2", "--check", "--json")
     assert done.exit_code == 1
     failed = {
         row["about"].rpartition("/")[2]: row["advice"] for row in json.loads(done.stdout) if row["level"] == "FAIL"
@@ -441,14 +441,9 @@ def test_the_files_of_a_finished_site_are_found(tmp_path: Path) -> None:
     assert found.observation == "it does not name cadenza.so"
 
 
-def test_uninstall_only_lists(command: Callable[..., Result]) -> None:
-    done = command("uninstall")
-    assert (done.exit_code, "--dry-run" in done.stderr) == (2, True)
-
-
-def test_uninstall_without_slurm_says_so(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_leftovers_without_slurm_says_so(command: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
-    done = command("uninstall", "--dry-run", "--json")
+    done = command("leftovers", "--json")
     assert (done.exit_code, "no controller" in done.stderr) == (3, True)
     assert str(tmp_path) in done.stdout, "the folder with the settings"
 

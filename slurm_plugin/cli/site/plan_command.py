@@ -1,4 +1,4 @@
-"""``cadenza setup``: the lines that a site adds to its configuration, and the check that they are in force."""
+"""``cadenza plan``: the lines that a site adds to its configuration, and the check that they are in force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USER = "cadenza"
 """The service's user, as in its unit."""
 
 
-@click.command("setup")
+@click.command("plan")
 @click.argument("nodes", nargs=-1, metavar="[NODES]...")
 @click.option("--partition", "partitions", multiple=True, required=True, metavar="NAME",
               help="A partition that Cadenza manages; may be repeated.")  # fmt: skip
@@ -46,7 +46,7 @@ USER = "cadenza"
 @click.option("--check", is_flag=True, help="Check that Slurm has these lines in force, and this machine its files.")
 @json_option
 @config_option
-def setup(  # noqa: PLR0913 (its options)
+def command(  # noqa: PLR0913 (its options)
     *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None,
     check: bool, as_json: bool, config: Path | None,
 ) -> None:  # fmt: skip
@@ -129,7 +129,7 @@ def commands(plan: LanePlan, own: Path) -> list[str]:
     hosts = plan.hosts
     keys = f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}"
     if plan.on_demand or plan.lanes == 1:
-        return [keys, *([f"cadenza lanes add {' '.join(hosts)}"] if plan.on_demand else [])]
+        return [keys, *([f"cadenza lanes --count 1 {' '.join(hosts)}"] if plan.on_demand else [])]
     units = {host: [node.name for node in plan.nodes if plan.first(node) == host] for host in hosts}
     return [
         f"scontrol update nodename={','.join(hosts)} state=drain reason=lanes",
@@ -155,10 +155,10 @@ def missing_files(plan: LanePlan, folder: Path, own: Path) -> Iterator[Finding]:
     named = "cadenza.so" in with_includes(plugins)
     yield found(plugins, "it does not name cadenza.so", "add the line: optional cadenza.so", good=named)
     same = set(plan.lua_conf()) <= set(text_of(settings).split())
-    yield found(settings, "it differs from the plan", "cadenza setup --file lua.conf", good=same)
+    yield found(settings, "it differs from the plan", "cadenza plan --file lua.conf", good=same)
     table = load_settings(own)
     managed = set(plan.members) <= table.guard.partitions and bool(table.agent.service)
-    advice = "cadenza setup --file cadenza.toml"
+    advice = "cadenza plan --file cadenza.toml"
     yield found(own, "[guard] partitions or [agent] service is missing", advice, good=managed)
 
 
