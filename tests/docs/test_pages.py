@@ -139,7 +139,7 @@ def test_each_daemon_has_directories_of_its_own_and_files_enough() -> None:
 
 def test_no_port_is_one_of_slurms_daemons() -> None:
     """In order: slurmctld, slurmd, slurmdbd, slurmrestd; lane 0 is a slurmd."""
-    guide = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    guide = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("install.md", "second-lane.md"))
     used = [*re.findall(r"Port=(\d+)", guide), *re.findall(r"tcp://\S+:(\d+)", guide + Settings().service.bind)]
     assert len(used) >= 4
     assert {int(port) for port in used} & {6817, 6818, 6819, 6820} == {6818}

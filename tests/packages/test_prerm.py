@@ -57,7 +57,7 @@ def test_a_package_stays_while_slurm_needs_it(tmp_path: Path, package: str, name
         assert refused.returncode == 1
         assert refused.stderr.startswith(f"{package}: Slurm needs it")
         assert str(path) in refused.stderr
-    for words in (("upgrade", "0.2.0"), ("1",), ("remove", "in-favour", "cadenza-slurm26.11", "0.1.0")):
+    for words in (("upgrade", "0.2.0"), ("1",), ("remove", "for", "cadenza-slurm26.11", "0.1.0")):
         assert ran(tmp_path, package, *words).returncode == 0
     path.unlink()
     assert ran(tmp_path, package, "remove").returncode == 0
