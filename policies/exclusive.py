@@ -161,13 +161,17 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
     passed_s = 0.0 if since_s is None else max(now_s - since_s, 0.0)
     fade = 0.5 ** (passed_s / half_life_s)
     usage = {name: value * fade for name, value in memory.usage.items()}
-    had: dict[str, int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
+    people: dict[tuple[str, str], int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
     movable = 0
     for job in snapshot.jobs:
         if job.state == "RUNNING":
             movable += job.gpus if job.requeueable and job.lease is not None and job.lease.checkpoints else 0
-            for name in (job.account, f"{job.account}/{job.user}"):
-                had[name] = had.get(name, 0) + job.gpus
+            person = job.account, job.user
+            people[person] = people.get(person, 0) + job.gpus
+    had: dict[str, int] = {}
+    for (account, user), gpus in people.items():
+        for name in (account, f"{account}/{user}"):
+            had[name] = had.get(name, 0) + gpus
     for name in sorted(had):
         usage[name] = usage.get(name, 0.0) + had[name] * passed_s
     movable_usage = memory.movable_usage * fade + movable * passed_s

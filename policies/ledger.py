@@ -50,13 +50,16 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     for job in snapshot.jobs if memory.suspended or memory.held else ():
         by_id.setdefault(job.key.id, []).append(job)
     suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in by_id.get(key.id, ()))}
-    suspended |= {job.key for job in snapshot.jobs if _resume_forgotten(job, memory)}
+    suspended |= {job.key for job in snapshot.jobs if _resume_forgotten(job, memory)} if memory.resumed else set()
     held = {
         key: at_s
         for key, at_s in memory.held.items()
         if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
     }
-    held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
+    ours = bool(memory.placed or memory.departed)
+    held |= {
+        job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or (ours and _forgotten(job, memory))
+    }
     requeues = [action for action in acted if isinstance(action, Requeue)]
     # A suspended job has priority 0, and Slurm requeues it with that: it comes back held (JobHeldAdmin).
     into_hold = [one.job for one in requeues if one.hold or (one.job in alive and alive[one.job].state == "SUSPENDED")]

@@ -32,7 +32,8 @@ def leaves_level_s(job: Job, now_s: float) -> float:
 
     Seconds, on the clock of ``now_s``.
     """
-    progress, reached = progress_of(job), level_of(attained_service(job, now_s))
-    if not progress.running or not job.gpus or reached == len(THRESHOLDS):
+    if not progress_of(job).running or not job.gpus:
         return inf
-    return now_s + (THRESHOLDS[reached] - attained_service(job, now_s)) / job.gpus
+    service_s = attained_service(job, now_s)
+    reached = level_of(service_s)
+    return inf if reached == len(THRESHOLDS) else now_s + (THRESHOLDS[reached] - service_s) / job.gpus

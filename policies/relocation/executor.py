@@ -53,7 +53,9 @@ class Relocation:
         snapshot = marked_unrestored(snapshot, memory.unrestored)
         going = {move.job.id: relocating for move in memory.moves if (relocating := _relocating(move)) is not None}
         jobs = [
-            _marked(job, going.get(job.key.id)) if job.lease is not None or job.key.id in going else job
+            _marked(job, going.get(job.key.id))
+            if (job.lease is not None and job.lease.state != "held") or job.key.id in going  # the others save here
+            else job
             for job in snapshot.jobs
         ]
         unchanged = all(map(is_, jobs, snapshot.jobs))

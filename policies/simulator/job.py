@@ -48,6 +48,7 @@ class SimJob:
         "done_s",
         "finish_s",
         "gpu_type",
+        "gpu_utilization",
         "gpus",
         "gpus_held",
         "held",
@@ -116,7 +117,7 @@ class SimJob:
         self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
         self.ready_s = 0.0
         """Time of its launch; launching goes on while other jobs have its GPUs."""
-        self.speed, self.gpu_type = 1.0, ""
+        self.speed, self.gpu_type, self.gpu_utilization = 1.0, "", _utilization(self.truth)
         self.attained_on: dict[str, float] = {}
         """Seconds on earlier GPU types; the rest of ``attained_s`` was on ``gpu_type``."""
         self.running = False
@@ -288,6 +289,10 @@ class SimJob:
             pace=self.pace(now_s),
         )
 
+    def lease_stands(self, now_s: float) -> bool:
+        """Return True if only the times of its lease change until something happens to the job."""
+        return self.lease is not None and self.lease.state == "held" and now_s >= self.ready_s
+
     def pace(self, now_s: float) -> StepRate | None:
         """Return the job's iteration time with its present co-runners, or the last ones; exact, so without error."""
         lease = self.lease
@@ -295,12 +300,6 @@ class SimJob:
             return lease.pace if lease is not None else None
         iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - lease.co_runners_since_s
         return StepRate(iteration_s, int(window_s / iteration_s), window_s, co_runners=lease.co_runners)
-
-    @property
-    def gpu_utilization(self) -> float:
-        """Return the share of time in which the job computes on its GPUs; 1 if its model has not been measured."""
-        value = self.truth.gpu_utilization if self.truth is not None else None
-        return 1.0 if value is None else value
 
     def result(self, finish_s: float | None) -> JobResult:
         """Return the job's result."""
@@ -322,6 +321,12 @@ class SimJob:
             self.tunes,
             self.restarts,
         )
+
+
+def _utilization(profile: Profile | None) -> float:
+    """Return the part of the time in which a model computes on its GPUs; 1 if it has not been measured."""
+    value = profile.gpu_utilization if profile is not None else None
+    return 1.0 if value is None else value
 
 
 class SimLease:

@@ -29,7 +29,7 @@ class Setup:
     costs: SimCosts = field(default_factory=SimCosts)
     synergy: bool = False
     """Conventions of Synergy's simulator: whole iterations a round, jobs end at round ends, speed is best or 1, moves
-    are free (``--preset synergy``)."""
+    are free (``--set preset=synergy``)."""
     lanes: int = 1
     """Lanes per node; with more than one, jobs can take turns."""
     rounds_on_events: bool = False
@@ -57,6 +57,8 @@ class Setup:
     """True if a move takes several rounds, as on a cluster: checkpoint, requeue, place, start. Then Slurm's books are
     those of its allocations, and a job that is placed where something is still taken waits in Slurm's queue.
     False: one action moves a job at once, and the books follow the policy."""
+    lease_times: bool = True
+    """False: leases keep the times of their job's last change; only turns, packs and sentences use these."""
     guard: GuardSettings = GUARD
 
 

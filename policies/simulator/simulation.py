@@ -101,7 +101,7 @@ class _Run:
         report = run_round(self.gateway, self.clock, self.store, decide, self.setup.guard)
         self._quiet_until_s = 0.0 if report.outcomes else report.decision.quiet_until_s
         self.gateway.end_round()
-        self.world.sample()
+        self.world.note_change()
 
     # --- When ---------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class World:
         self.types = {node.name: node.gpu_type for node in nodes}
         self.live: dict[JobKey, SimJob] = {}
         self._records: dict[JobKey, Job] = {}
-        """The live jobs as the last snapshot showed them, except those in ``_stale``."""
-        self._stale: list[SimJob] = []
+        """The live jobs as the last snapshot showed them, but for those in ``_stale``; ``_unready`` age."""
+        self._stale, self._unready = list[SimJob](), list[SimJob]()
         self._shown: ClusterSnapshot | None = None
         """The last snapshot, while nothing but the time has changed."""
         self.ended: list[JobResult] = []
@@ -67,8 +67,8 @@ class World:
         self._ends: list[tuple[float, int, int, JobKey]] = []
         self._saves: list[float] = []
         """When checkpoints of jobs that stand for them are complete."""
-        self.needs_prompt_round = False
-        """True if a job in transit waits for the next round."""
+        self.needs_prompt_round = self._unsampled = False
+        """True if a job in transit waits for the next round; if something has changed since the last sample."""
         self._prefetched: dict[str, set[JobKey]] = {}
         """Jobs on their way to a host that has read their files."""
         self._outages = sorted(
@@ -153,7 +153,8 @@ class World:
         happened = False
         while (event_s := self.next_event_s) <= time_s:
             changed = self._outer_event_s <= event_s
-            self.now_s, started = event_s, self._starts
+            self._move_to(event_s)
+            started = self._starts
             changed |= self.queue.tick(event_s)
             while self._saves and self._saves[0] <= event_s:
                 heappop(self._saves)
@@ -164,9 +165,8 @@ class World:
             self.start_queued()
             changed |= self._starts > started
             if changed:
-                happened = True
-                self.sample()
-        self.now_s = time_s
+                happened = self._unsampled = True
+        self._move_to(time_s)
         return happened
 
     def _arrive(self) -> None:
@@ -330,14 +330,18 @@ class World:
             if isinstance(job := queued.owner, SimJob):
                 job.state_reason = queued.reason
                 job.stale.append(job)
-        if self._shown is not None and not self._stale and self.leases is None:
+        timeless = self.leases is None or (not self.setup.lease_times and not self._unready)
+        if self._shown is not None and not self._stale and timeless:
             return self._shown.at(self.now_s)
         if self._tuple is None:
             self._tuple = tuple(self.nodes.values())
-        # A lease's record changes with time.
-        for job in dict.fromkeys((*self._stale, *(self.leases.jobs if self.leases is not None else ()))):
+        # A lease's record changes with time, or at least until its job is ready.
+        timed = self.leases.jobs if self.leases is not None and self.setup.lease_times else self._unready
+        renewed = dict.fromkeys((*self._stale, *timed))
+        for job in renewed:
             if job.key in self.live:
                 self._records[job.key] = job.record(self.now_s)
+        self._unready = [job for job in renewed if job.lease is not None and not job.lease_stands(self.now_s)]
         self._stale.clear()
         nodes, hosts = self._tuple, self._hosts
         if self.leases is not None:
@@ -442,6 +446,7 @@ class World:
         """Have hosts read the files of a job that comes to them; the simulator knows no time that this takes."""
         for host in hosts:
             self._prefetched.setdefault(host, set()).add(job.key)
+        self._shown = None
         self.needs_prompt_round = True
 
     def drain(self, name: str, *, drained: bool, reason: str) -> None:
@@ -552,10 +557,19 @@ class World:
         if self.leases is not None:
             self.leases.check()
 
-    def sample(self) -> None:
+    def note_change(self) -> None:
+        """Have the use of the cluster recorded from now on, as it is once all of this moment has happened."""
+        self._unsampled = True
+
+    def _move_to(self, time_s: float) -> None:
+        """Move the clock; what the cluster is like by then counts from the time at which it last changed."""
+        if self._unsampled and time_s > self.now_s:
+            self._sample()
+        self.now_s = time_s
+
+    def _sample(self) -> None:
         """Record the use of the cluster from now on."""
-        if self.samples and self.samples[-1].time_s == self.now_s:
-            self.samples.pop()
+        self._unsampled = False
         held, busy = (self.held, self.busy) if self.leases is None else self.leases.use()
         waiting = len(self.live) - self.running
         cpus = min(self.cpus_used + self._load_cpus, self._cpus)
@@ -582,6 +596,8 @@ class World:
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""
+        if self._unsampled:
+            self._sample()
         for job in self.live.values():
             job.settle(self.now_s)
         jobs: Iterable[JobResult] = (*self.ended, *(job.result(None) for job in self.live.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from random import Random
 
@@ -48,8 +49,8 @@ def trace(rng: Random, count: int, *, movable: float) -> list[TraceJob]:
     return jobs
 
 
-def run(jobs: list[TraceJob], decide: Policy, *, move_s: float = 60.0):
-    setup = Setup(round_s=60.0, rounds_on_events=True, phased_moves=True, place=False)
+def run(jobs: list[TraceJob], decide: Policy, *, move_s: float = 60.0, lease_times: bool = True):
+    setup = Setup(round_s=60.0, rounds_on_events=True, phased_moves=True, place=False, lease_times=lease_times)
     setup = replace(setup, costs=replace(setup.costs, restart_s=move_s), queue=QueueRules(Weights(**USUAL_WEIGHTS)))
     return simulate(jobs, read_cluster("3x8:24:100", 1), decide, setup)
 
@@ -151,3 +152,13 @@ def test_a_job_that_has_waited_for_a_day_stands_as_if_it_had_never_run():
     assert [one.for_job.id for one in found if isinstance(one, MakeWay)] == [1], "it claims GPUs like a newcomer"
     again = decide(site_of(runs(2, 4, had_h=1.0), back), replace(memory, factors={1: SITE.weights["age"]})).actions
     assert not [one for one in again if isinstance(one, SetFactor)], "once is enough"
+
+
+def test_records_of_a_round_are_freed_with_it_and_lease_times_change_no_result() -> None:
+    jobs = trace(Random(5), 60, movable=0.5)
+    gc.collect()
+    plain = run(jobs, policy())
+    assert gc.collect() < 1000, "a simulation collects no cycles: what a round makes must be in none"
+    assert plain.counts.restarts
+    quick = run(jobs, policy(), lease_times=False)
+    assert (quick.jobs, quick.samples, quick.counts) == (plain.jobs, plain.samples, plain.counts)

@@ -16,6 +16,11 @@ JOIN_AFTER_S = 3600.0
 """Time that a job runs at least before it leaves for idle GPUs: once an hour at most, in seconds."""
 
 
+def can_join(room: NodeRoom, job: Job) -> bool:
+    """Return True if what leaves and what waits both fit into the GPUs that are idle in all."""
+    return sum(free[0] for free in room.free.values()) >= job.gpus
+
+
 def join_idle_gpus(
     room: NodeRoom, standings: Standings, job: Job, request: NodeRequest, names: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[Victim, ...]] | None:
@@ -24,11 +29,6 @@ def join_idle_gpus(
     The jobs that leave have fewer GPUs than the one that waits, each lies on one node and ran for an hour, and each
     fits on what is idle elsewhere.
     """
-    if job.gpus <= 1:
-        return None
-    idle = sum(free[0] for free in room.free.values())
-    if idle < job.gpus:
-        return None  # what leaves and what waits have both to fit into what is idle in all
 
     def may(victim: Victim) -> bool:
         one = victim.job

@@ -15,7 +15,7 @@ from cadenza.policies.core.actions import MakeWay
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import lost_s
-from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
+from cadenza.policies.sharing.preemption.join_idle import can_join, join_idle_gpus
 from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, Victim, shares_of
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
@@ -53,6 +53,17 @@ def make_way(state: SharingState) -> None:
     if reason := powerless_reason(state.snapshot.site):
         state.placement_reasons.update({job.key: reason for job in queue})
         return
+    if queue:
+        _walk_through(state, queue)
+    tried = state.memory.made_way
+    live = state.snapshot.by_id
+    kept = {at: when_s for at, when_s in sorted(tried.items()) if at in live and live[at].state == "PENDING"}
+    if kept != tried:
+        state.memory = state.with_memory(made_way=kept)
+
+
+def _walk_through(state: SharingState, queue: list[Job]) -> None:
+    """Find room for the jobs of the queue, in order."""
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
     standings = Standings(state)
     victims = [
@@ -76,11 +87,9 @@ def make_way(state: SharingState) -> None:
         state.placement_reasons[way.job.key] = GOES_TO_OTHERS
     for way in ways:
         _let_leave(state, standings, way)
-    tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
-    live = state.snapshot.by_id
-    kept = {at: when_s for at, when_s in sorted(tried.items()) if at in live and live[at].state == "PENDING"}
-    if kept != state.memory.made_way:
-        state.memory = state.with_memory(made_way=kept)
+    if walk.ways:
+        tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
+        state.memory = state.with_memory(made_way=dict(sorted(tried.items())))
 
 
 def _leaves(job: Job, state: SharingState) -> bool:
@@ -104,6 +113,8 @@ class _Walk:
     """Requests and limits of those for one node; without those that ask for as much as another."""
     reserved: int = 0
     """Number of them that the pass has reserved nodes for."""
+    free: list[Amount] | None = None
+    """Free resources of the nodes as room was first looked for: from then on reservations count."""
     slurm: SlurmPass | None = None
     vain: set[tuple[object, ...]] = field(default_factory=set)
     """Claims for which no room was found: nothing that asks alike has to try again."""
@@ -114,16 +125,16 @@ class _Walk:
         request = room.request(job)
         # 1. Slurm can start it now, or once those that leave have left.
         spot = room.fits(request, room.admitting(request))
-        if spot and self.slurm is not None:  # reservations are worked out only for a job that fits
+        if spot and self.free is not None:  # reservations are worked out only for a job that fits
             spot = room.fits(request, self._pass().unreserved(job, request))
         if spot:
+            if self.free is not None:
+                self._pass().start(job, request, spot)
             room.take(request, spot)
-            if self.slurm is not None:
-                self.slurm.start(job, request, spot)
             state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
             return
         # 2. Jobs of a worse level make way, the fewest GPUs of them.
-        if way := self._way_for(job, request):
+        if room.on and (way := self._way_for(job, request)):
             self.ways.append(way)
             room.evict(way.victims)
             room.take(request, way.nodes)
@@ -148,14 +159,14 @@ class _Walk:
         movable, fair = standings.can_leave_later(job), standings.site.fair_share
         alike = (request, claim, movable, job.qos, limit_s(job), job.account if fair else "", job.user if fair else "")
         joins = 1 < job.gpus <= room.widest
-        if not room.on or (room.worst_level <= claim and not joins) or alike in self.vain:
+        if (room.worst_level <= claim and not joins) or alike in self.vain:
             return None
         if len(self.ways) == MAX_WAYS or self.tries == MAX_TRIES or self._would_get_it(job, request):
             return None
         if state.now_s < state.memory.made_way.get(job.key.id, -inf) + AGAIN_S:
             return None
         self.tries += 1
-        names = self._pass().unreserved(job, request)
+        self.free = self.free or list(room.free.values())
 
         def may(victim: Victim) -> bool:
             return (
@@ -164,8 +175,14 @@ class _Walk:
                 and (movable or not standings.overdue(victim.job))
             )
 
-        found = room.least_eviction(request, names, may) if room.worst_level > claim else None
-        if (found is None or not found[1]) and joins:
+        # Most jobs find no room anywhere, reserved nodes included, and the pass is dear.
+        anywhere = room.worst_level > claim and room.least_eviction(request, room.admitting(request), may) is not None
+        if not anywhere and not (joins and can_join(room, job)):
+            self.vain.add(alike)
+            return None
+        names = self._pass().unreserved(job, request)
+        found = room.least_eviction(request, names, may) if anywhere else None
+        if (found is None or not found[1]) and joins and can_join(room, job):
             found = join_idle_gpus(room, standings, job, request, names)
         if found is None or not found[1]:
             self.vain.add(alike)
@@ -186,8 +203,8 @@ class _Walk:
     def _pass(self) -> SlurmPass:
         """Return Slurm's pass so far, with the reservations of all jobs that stay in the queue."""
         if self.slurm is None:
-            nodes, free = self.nodes, list(self.room.free.values())
-            self.slurm = SlurmPass(nodes, Future(nodes.now_s, free, nodes.running.values(), nodes.lanes))
+            nodes = self.nodes
+            self.slurm = SlurmPass(nodes, Future(nodes.now_s, self.free or (), nodes.running.values(), nodes.lanes))
         while self.reserved < len(self.blocked):
             self.slurm.take_turn(*self.blocked[self.reserved])
             self.reserved += 1

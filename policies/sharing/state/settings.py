@@ -66,7 +66,8 @@ class SharingSettings(SharingOptions):
 
     def manages(self, job: Job) -> bool:
         """Return True if the job opted in, in a partition that the admin enabled."""
-        return job.opted_in and job.partition in self.partitions
+        options = job.options  # as ``opted_in`` has it, without the call: each round asks for each job several times
+        return options is not None and options.share and not job.unmanageable and job.partition in self.partitions
 
     def priority(self, job: Job) -> int:
         """Return the priority that a job asked for, as far as the admin allows it."""

@@ -129,6 +129,7 @@ class SharingState:
     _hosts: dict[str, HostState] | None = None
     _by_node: dict[str, HostState] | None = None
     _ranks: dict[JobKey, int] | None = None
+    _managed: list[tuple[Job, Lease]] | None = None
     _by_gpu: dict[Gpu, list[tuple[int, Job]]] | None = None
     _moved_s: dict[int, float] = field(default_factory=dict)
     _asked: dict[int, int] = field(default_factory=dict)
@@ -226,11 +227,9 @@ class SharingState:
 
     def managed(self, state: str) -> list[tuple[Job, Lease]]:
         """Return the managed jobs in this Slurm state that an agent knows, in order of keys."""
-        return [
-            (job, job.lease)
-            for job in self.leased
-            if job.state == state and job.lease is not None and self.settings.manages(job)
-        ]
+        if self._managed is None:
+            self._managed = [(j, j.lease) for j in self.leased if j.lease is not None and self.settings.manages(j)]
+        return [found for found in self._managed if found[0].state == state]
 
     @property
     def by_gpu(self) -> Mapping[Gpu, list[tuple[int, Job]]]:

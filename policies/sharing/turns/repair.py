@@ -47,8 +47,9 @@ PROLOG_LOST = "Slurm waits for the end of its prolog, which a killed slurmd neve
 def repair_suspends(state: SharingState) -> None:
     """Bring Slurm's word and the processes together; a job that is repaired gets no other order in this round."""
     repairs: list[Suspend | Unsuspend | Requeue] = []
-    for job in [job for job in state.started if job.lease is not None or job.absent or job.prolog_lost]:
-        if not state.settings.manages(job):
+    for job in state.started:
+        amiss = job.absent or job.prolog_lost or (job.lease is not None and job.lease.amiss)
+        if not amiss or not state.settings.manages(job):
             continue
         lost = ABSENT if job.absent else PROLOG_LOST if job.prolog_lost else ""
         if lost and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:

@@ -95,13 +95,13 @@ def take_turns(state: SharingState) -> None:
 
 def list_departures(state: SharingState) -> None:
     """List the jobs that leave their hosts: they stay where they are until they have left."""
-    snapshot, jobs, rivals = state.snapshot, state.all_jobs, state.by_gpu
+    snapshot, jobs = state.snapshot, state.all_jobs
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
     state.leaving = frozenset(leaving)
     # On lane 0 alone only a job that is lost gives its place back.
     able = state.leased if state.further else [j for j in state.leased if j.lease is not None and j.lease.lost]
-    state.giving_back = {j.key: reason for j in able if (reason := _requeue_reason(j, state, rivals))}
+    state.giving_back = {j.key: reason for j in able if (reason := _requeue_reason(j, state))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -204,12 +204,14 @@ def _alone(state: SharingState) -> dict[JobKey, Lease]:
     found: dict[JobKey, Lease] = {}
     if state.further:
         return found
-    by_gpu = state.by_gpu
+    gpus = [gpu for job in state.leased if job.lease is not None for gpu in job.lease.gpus]
+    by_gpu = state.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
     for job in state.jobs.values():
         lease = job.lease
         if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
             stays = not lease.exclusive and job.key not in state.stopping and job.key not in state.packed
-            if stays and not lease.late and all([len(by_gpu[gpu]) == 1 for gpu in lease.gpus]):
+            own = by_gpu is None or all(len(by_gpu[gpu]) == 1 for gpu in lease.gpus)
+            if stays and not lease.late and own:
                 found[job.key] = lease
     return found
 
@@ -338,14 +340,14 @@ def _unsuspend_reason(job: Job, state: SharingState, moved: set[JobKey], saving:
     return next((reason for applies, reason in checks if applies), None)
 
 
-def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
+def _requeue_reason(job: Job, state: SharingState) -> str | None:
     """Return why a job that cannot go on, or that gives its further lane back, is requeued; None if it stays."""
     lease, snapshot, settings = job.lease, state.snapshot, state.settings
     if lease is None or lease.late or not job.requeueable or not settings.manages(job):
         return None
     if lease.lost or state.further.isdisjoint(job.nodes):
         return lost_text(lease, requeueable=True) if lease.lost else None
-    near = dict(rival for gpu in lease.gpus for rival in by_gpu[gpu] if rival[1].key != job.key)
+    near = dict(rival for gpu in lease.gpus for rival in state.by_gpu[gpu] if rival[1].key != job.key)
     rivals = [near[place] for place in sorted(near) if not near[place].starts_unleased]
     # It never ran, and has waited too long behind a job that cannot be stopped.
     if lease.state == "waiting":
