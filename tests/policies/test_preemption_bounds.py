@@ -155,7 +155,7 @@ def test_a_job_that_has_waited_for_a_day_stands_as_if_it_had_never_run():
 
 
 def test_records_of_a_round_are_freed_with_it_and_lease_times_change_no_result() -> None:
-    jobs = trace(Random(5), 60, movable=0.5)
+    jobs = trace(Random(5), 60, movable=0.5)  # noqa: S311
     gc.collect()
     gc.disable()
     try:
