@@ -426,6 +426,8 @@ class Node:
     """Memory of each GPU, GB; None: not known."""
     ending_s: float = 0.0
     """Time for which a job has been ending there without an end, the longest of several, in seconds."""
+    empty_from_s: float | None = None
+    """When an admin wants it without jobs (`cadenza host`), seconds since the epoch, 0: now; None: not at all."""
 
     @property
     def takes_jobs(self) -> bool:

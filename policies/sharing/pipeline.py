@@ -25,6 +25,7 @@ from cadenza.policies.sharing.migration.defragment import (
     empty_hosts,
     open_defragmentation,
 )
+from cadenza.policies.sharing.migration.leave_host import leave_hosts
 from cadenza.policies.sharing.migration.rebalance import even_out, rebalance
 from cadenza.policies.sharing.packing.pair_search import end_packs, pack_and_unpack
 from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
@@ -62,10 +63,11 @@ GANDIVA: tuple[Stage, ...] = (
     relieve_bottlenecks,  # 18. jobs leave hosts that slow them
     divide_hosts,  # 19. CPUs and memory of each host
     explain_sizes,  # 20. reasons of sizes that stay
-    sync_slurm,  # 21. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 22. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 23. further lanes
-    explain,  # 24. a sentence for every job
+    leave_hosts,  # 21. jobs that can save leave the hosts that an admin empties
+    sync_slurm,  # 22. yields, resumes, and Slurm's allocation
+    repair_suspends,  # 23. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 24. further lanes
+    explain,  # 25. a sentence for every job
 )
 TIMESLICE: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
@@ -76,10 +78,11 @@ TIMESLICE: tuple[Stage, ...] = (
     place_pending,  # 6. hosts of held jobs
     hold_until_startable,  # 7. placements that must wait for a move
     divide_hosts,  # 8. CPUs and memory of each host
-    sync_slurm,  # 9. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 10. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 11. further lanes
-    explain,  # 12. a sentence for every job
+    leave_hosts,  # 9. jobs that can save leave the hosts that an admin empties
+    sync_slurm,  # 10. yields, resumes, and Slurm's allocation
+    repair_suspends,  # 11. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 12. further lanes
+    explain,  # 13. a sentence for every job
 )
 PREEMPTION: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
@@ -89,11 +92,12 @@ PREEMPTION: tuple[Stage, ...] = (
     make_way,  # 5. running jobs leave for the first ones of Slurm's queue
     set_factors,  # 6. their level in Slurm's priority
     divide_hosts,  # 7. CPUs and memory of each host
-    sync_slurm,  # 8. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 9. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 10. further lanes
-    explain,  # 11. a sentence for every job
-    note_quiet_time,  # 12. rounds that may be left out
+    leave_hosts,  # 8. jobs that can save leave the hosts that an admin empties
+    sync_slurm,  # 9. yields, resumes, and Slurm's allocation
+    repair_suspends,  # 10. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 11. further lanes
+    explain,  # 12. a sentence for every job
+    note_quiet_time,  # 13. rounds that may be left out
 )
 UNSHARED: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
@@ -103,9 +107,10 @@ UNSHARED: tuple[Stage, ...] = (
     list_pending,  # 5. jobs that wait for GPUs
     relieve_bottlenecks,  # 6. jobs leave hosts that slow them
     divide_hosts,  # 7. CPUs and memory of each host
-    explain,  # 8. a sentence for every job
-    release_all,  # 9. our suspends and holds are undone
-    close_lanes,  # 10. no further lane is open
+    leave_hosts,  # 8. jobs that can save leave the hosts that an admin empties
+    explain,  # 9. a sentence for every job
+    release_all,  # 10. our suspends and holds are undone
+    close_lanes,  # 11. no further lane is open
 )
 """Slurm starts every job on GPUs of its own; running jobs are tuned, and moved where that does not suffice."""
 STAGES = {"preemption": PREEMPTION, "gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}

@@ -36,6 +36,8 @@ SLURMS_DRAINS = (
 """Beginnings of the reasons with which slurmctld and slurmd drain a node by themselves."""
 STARTED_TWICE = "Duplicate jobid"
 """The one of them that has no other cause than Slurm itself: it starts a job where slurmd still runs it."""
+EMPTIES, RESERVES = "cadenza host: ", "cadenza_"
+"""Beginnings of the reason and of the reservation by which ``cadenza host`` says that jobs are to leave a node."""
 LAUNCH_FAILED = "launch failed requeued held"
 """slurmctld's reason of a job that it requeued into a hold by itself."""
 PROLOG_S = 10.0
@@ -59,10 +61,16 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     site = Site.of(raw, found)
     jobs = (job(record, float(raw["time_s"]), started_s, twice_s, site) for record in raw["jobs"])
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
+    empty = empty_from_s(raw)
     lost = prologs_lost(raw)
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
-        nodes=tuple(replace(one, ending_s=ending[one.name]) if one.name in ending else one for one in found),
+        nodes=tuple(
+            replace(one, ending_s=ending.get(one.name, 0.0), empty_from_s=empty.get(one.name))
+            if one.name in ending or one.name in empty
+            else one
+            for one in found
+        ),
         jobs=tuple(
             sorted(
                 (replace(one, prolog_lost=one.key.id in lost) for one in jobs if one is not None),
@@ -283,6 +291,16 @@ def ending_s(raws: Sequence[Raw], now_s: float) -> dict[str, float]:
             since_s = max(now_s - raw["end_time"], 0.0)
             found |= {name: max(since_s, found.get(name, 0.0)) for name in raw["allocated_nodes"]}
     return found
+
+
+def empty_from_s(raw: Raw) -> dict[str, float]:
+    """Return from when on ``cadenza host`` wants each node without jobs, for those where it does; 0: now."""
+    found: dict[str, float] = {}
+    for one in raw.get("reservations", ()):
+        if one["name"].startswith(RESERVES):
+            found |= dict.fromkeys(one["nodes"], float(one["start_time"] or 0))
+    drained = (node for node in raw["nodes"] if "DRAIN" in node["state"])
+    return found | {node["name"]: 0.0 for node in drained if (node["reason"] or "").startswith(EMPTIES)}
 
 
 def drained_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:

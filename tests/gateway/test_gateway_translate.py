@@ -552,3 +552,17 @@ def test_a_node_that_is_powered_down_is_told_from_one_that_is_down(state: str, u
     raw = ANSWERS[0]["nodes"][0] | {"state": state}
     found = nodes([raw])[0]
     assert (found.up, found.asleep) == (up, asleep)
+
+
+def test_nodes_that_cadenza_host_empties_are_told_from_those_that_others_drain_or_reserve() -> None:
+    at_s = ANSWERS[0]["time_s"] + 900
+    marked, theirs, reserved, free = (ANSWERS[0]["nodes"][0] | {"name": name} for name in "abcd")
+    marked |= {"state": "IDLE+DRAIN", "reason": "cadenza host: fan"}
+    theirs |= {"state": "IDLE+DRAIN", "reason": "fan"}
+    reservations = [
+        {"name": "cadenza_c", "start_time": at_s, "nodes": ["a", "c"]},
+        {"name": "course", "start_time": at_s, "nodes": ["d"]},
+    ]
+    raw = ANSWERS[0] | {"jobs": [], "nodes": [marked, theirs, reserved, free], "reservations": reservations}
+    found = {node.name: node.empty_from_s for node in snapshot(raw).nodes}
+    assert found == {"a": 0.0, "b": None, "c": at_s, "d": None}
