@@ -35,7 +35,17 @@ from typing import Any
 
 import msgspec
 
-from cadenza.policies.core.actions import Action, DrainNode, MakeWay, OpenNode, Outcome, Requeue, SetFactor, Suspend, Unsuspend
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    MakeWay,
+    OpenNode,
+    Outcome,
+    Requeue,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+)
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, JobTelemetry, LeaseReport, Receipt, Report
@@ -104,11 +114,17 @@ class Site:
         self.hosts = [f"n{number:05}" for number in range(hosts)]
         self.partitions = [f"gpu{number}" for number in range(PARTITIONS)]
         self.partition_of = {host: self.partitions[at % len(self.partitions)] for at, host in enumerate(self.hosts)}
-        self.free = {(host, lane): sorted(self.draw.sample(range(GPUS), LANE_GPUS[lane]))
-                     for host in self.hosts for lane in range(LANES)}
+        self.free = {
+            (host, lane): sorted(self.draw.sample(range(GPUS), LANE_GPUS[lane]))
+            for host in self.hosts
+            for lane in range(LANES)
+        }
         """GPUs that memory is left for."""
-        self.open = {(name, lane): [h for h in self.hosts if self.partition_of[h] == name]
-                     for name in self.partitions for lane in range(LANES)}
+        self.open = {
+            (name, lane): [h for h in self.hosts if self.partition_of[h] == name]
+            for name in self.partitions
+            for lane in range(LANES)
+        }
         self.holder: dict[tuple[str, int], int] = {}
         self.closed: dict[str, str] = {}
         self.jobs: dict[int, Task] = {}
@@ -321,7 +337,12 @@ class Site:
             case MakeWay() | Requeue():
                 for task in tasks:
                     self._leave(task)
-                    task.restart, task.state, task.reason, task.submit_s = task.restart + 1, "PENDING", "Priority", self.now_s
+                    task.restart, task.state, task.reason, task.submit_s = (
+                        task.restart + 1,
+                        "PENDING",
+                        "Priority",
+                        self.now_s,
+                    )
 
     # --- Agents -----------------------------------------------------------------------------------------
 
@@ -454,7 +475,7 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
     clock = Clock()
     module.now = clock.now
     site = Site(hosts, jobs, folder, clock.now())
-    hub, source = Agents(site), JsonSource()
+    hub, source = Agents(site), JsonSource(apart=True)
     slurm = SlurmGateway(source)
     slurm.apply = site.apply  # type: ignore[method-assign]
     settings = Settings(
@@ -502,6 +523,7 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
         clock.ahead_s += ROUND_S
         site.advance(clock.now())
     store.close()
+    slurm.close()
     return {
         "hosts": hosts, "jobs": jobs, "rounds": found[1:], "first": found[0], "actions": dict(kinds),
         "running": sum(task.state == "RUNNING" for task in site.jobs.values()),
@@ -526,16 +548,21 @@ def figures(one: Mapping[str, Any]) -> dict[str, float]:
 
 def show(results: list[dict[str, Any]]) -> bool:
     """Print the table; return whether a limit is missed."""
-    print("| hosts / jobs (running, suspended) | " + " | ".join(STEPS)
-          + " | besides read: median, p99 | whole round, wall p99 | memory | store a round |")
+    print(
+        "| hosts / jobs (running, suspended) | "
+        + " | ".join(STEPS)
+        + " | besides read: median, p99 | whole round, wall p99 | memory | store a round |"
+    )
     print("|---" * (len(STEPS) + 5) + "|")
     missed = []
     for one in results:
         row = figures(one)
         steps = " | ".join(f"{statistics.median(r['cpu'].get(step, 0.0) for r in one['rounds']):.2f}" for step in STEPS)
-        print(f"| {one['hosts']:,} / {one['jobs']:,} ({one['running']:,}, {one['suspended']:,}) | {steps} | "
-              f"{row['cpu_p50']:.2f}, {row['cpu_p99']:.2f} s | {row['wall_p99']:.1f} s | {row['rss_mb']:.0f} MB | "
-              f"{one['store_mb_round']:.2f} MB |")
+        print(
+            f"| {one['hosts']:,} / {one['jobs']:,} ({one['running']:,}, {one['suspended']:,}) | {steps} | "
+            f"{row['cpu_p50']:.2f}, {row['cpu_p99']:.2f} s | {row['wall_p99']:.1f} s | {row['rss_mb']:.0f} MB | "
+            f"{one['store_mb_round']:.2f} MB |"
+        )
         for name, limit in zip(("cpu_p99", "wall_p99", "rss_mb"), LIMITS.get((one["hosts"], one["jobs"]), ()),
                                strict=False):  # fmt: skip
             if row[name] > limit:

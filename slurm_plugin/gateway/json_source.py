@@ -7,13 +7,14 @@ import logging
 import os
 import pwd
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.commands import Refusal, command, json_answer, json_format
 from cadenza.slurm_plugin.gateway.comment import KEY
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
+from cadenza.slurm_plugin.gateway.json_reader import JsonReader
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.gateway.slurm_json import (
     SHARING,
@@ -91,7 +92,9 @@ class SlurmCommands:
 
     error: type[Exception] = Refusal
 
-    def __init__(self) -> None:
+    def __init__(self, reader: JsonReader | None = None) -> None:
+        """``reader``: reads the lists of jobs and nodes in a process of its own; None: they are read here."""
+        self._reader = reader
         self._reported: set[Refused] = set()
         self._sharing: dict[tuple[int, int, str], str] = {}
         """The way in which jobs share their nodes, where Slurm's JSON does not tell it."""
@@ -107,7 +110,7 @@ class SlurmCommands:
 
     def jobs(self) -> Iterable[Any]:
         """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
-        jobs = self._records(read_jobs, "squeue", "--all", "--states=all")
+        jobs = self._list("jobs", read_jobs, "squeue", "--all", "--states=all")
         self._learn_sharing([job for job in jobs if job.resource_sharing is None and KEY in job.comment])
         return jobs
 
@@ -130,11 +133,12 @@ class SlurmCommands:
                 told = dict(line.split() for line in lines if len(line.split()) == COLUMNS)
                 self._sharing |= {key: SHARING.get(told.get(str(key[0]), "").lower(), "OK") for key in missing}
         for key, job in keys.items():
-            job.fields["resource_sharing"] = self._sharing.get(key)
+            if (word := self._sharing.get(key)) is not None:
+                job.fields = {**job.fields, "resource_sharing": word}
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
-        return self._records(read_nodes, "scontrol", "--all", "show", "nodes")
+        return self._list("nodes", read_nodes, "scontrol", "--all", "show", "nodes")
 
     def reservations(self) -> list[dict[str, Any]]:
         """Return all reservations."""
@@ -149,8 +153,9 @@ class SlurmCommands:
             raise SlurmUnavailable("scontrol show config: there is no BOOT_TIME") from None
 
     def job_fields(self, job: Any) -> dict[str, Any]:
-        """Return a job."""
-        return dict(job.fields)
+        """Return a job; the same object as long as it does not change."""
+        fields: dict[str, Any] = job.fields
+        return fields
 
     def node_fields(self, node: Any) -> dict[str, Any]:
         """Return a node."""
@@ -187,12 +192,19 @@ class SlurmCommands:
         """Change a node."""
         update(f"NodeName={name}", changes)
 
+    def _list(self, key: str, read: Reader, *words: str) -> list[Record]:
+        return self._records(read, *words) if self._reader is None else self._told(self._reader.read(key, words), words)
+
     def _records(self, read: Reader, *words: str) -> list[Record]:
-        """Return the records of an answer; those that cannot be read are logged once."""
+        """Return the records of an answer."""
         try:
-            fields, refused = read(json_answer(*words))
+            return self._told(read(json_answer(*words)), words)
         except NotSlurms as error:
             raise SlurmUnavailable(f"{' '.join(words)}: {error}") from None
+
+    def _told(self, answer: tuple[list[dict[str, Any]], list[Refused]], words: Sequence[str]) -> list[Record]:
+        """Return records; those that cannot be read are logged once."""
+        fields, refused = answer
         for problem in refused:
             if problem not in self._reported:
                 log.warning("%s: left out: %s", words[0], printable(str(problem)))
@@ -273,8 +285,10 @@ def release_of_commands() -> str:
 class JsonSource:
     """Answers the gateway's requests by Slurm's commands."""
 
-    def __init__(self, reason: str = "", commands: SlurmCommands | None = None) -> None:
-        self._verbs = Verbs(commands or SlurmCommands())
+    def __init__(self, reason: str = "", commands: SlurmCommands | None = None, *, apart: bool = False) -> None:
+        """``apart``: read long lists in a process of its own, as who reads again and again does."""
+        self._reader = JsonReader() if apart else None
+        self._verbs = Verbs(commands or SlurmCommands(self._reader))
         self._reason = reason
         """The cause for which pyslurm is not the source."""
 
@@ -293,4 +307,6 @@ class JsonSource:
         return {"json": version, "scontrol": release, "user": user, "reason": self._reason}
 
     def close(self) -> None:
-        """Do nothing: no process is kept."""
+        """End the reader's process."""
+        if self._reader is not None:
+            self._reader.close()

@@ -14,7 +14,7 @@ from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 
 TIMEOUT_S = 30.0
 _MODULE = "cadenza.slurm_plugin.gateway.source_gateway"
-SOURCES = {"auto": f"{_MODULE}:automatic", "pyslurm": f"{_MODULE}:over_pyslurm", "json": f"{_MODULE}:over_json"}
+SOURCES = {"auto": f"{_MODULE}:served", "pyslurm": f"{_MODULE}:over_pyslurm", "json": f"{_MODULE}:served_json"}
 """The gateways with a short name."""
 
 

@@ -185,19 +185,27 @@ class NotSlurms(Exception):  # noqa: N818
 
 def read_jobs(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
     """Return the jobs of an answer, and those that could not be read; raise NotSlurms."""
-    raws, version = raw_records(data, "jobs")
-    told = version <= LAST_WITH_SHARED
-    return records(raws, _Job, lambda job: job_fields(job, shared_told=told), "job")
+    return decode_records(*raw_records(data, "jobs"), "jobs")
 
 
 def read_nodes(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
     """Return the nodes of an answer, and those that could not be read; raise NotSlurms."""
-    return records(raw_records(data, "nodes")[0], _Node, node_fields, "node")
+    return decode_records(*raw_records(data, "nodes"), "nodes")
 
 
 def read_reservations(data: bytes | str) -> tuple[list[dict[str, Any]], list[Refused]]:
     """Return the reservations of an answer, and those that could not be read; raise NotSlurms."""
-    return records(raw_records(data, "reservations")[0], _Reservation, reservation_fields, "reservation")
+    return decode_records(*raw_records(data, "reservations"), "reservations")
+
+
+def decode_records(raws: Sequence[msgspec.Raw], version: int, key: str) -> tuple[list[dict[str, Any]], list[Refused]]:
+    """Return the fields of an answer's records, and those that could not be read; ``version``: of the data parser."""
+    if key == "jobs":
+        told = version <= LAST_WITH_SHARED
+        return records(raws, _Job, lambda job: job_fields(job, shared_told=told), "job")
+    if key == "nodes":
+        return records(raws, _Node, node_fields, "node")
+    return records(raws, _Reservation, reservation_fields, "reservation")
 
 
 def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int]:

@@ -38,7 +38,7 @@ from cadenza.slurm_plugin.gateway.errors import (
 )
 from cadenza.slurm_plugin.gateway.json_source import JsonSource, TextCommands, release_of_commands
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor
-from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
+from cadenza.slurm_plugin.gateway.translate import Known, slurm_state_of, snapshot
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class SlurmGateway:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._known = Known({}, {})
         self.asked: Callable[[str, str, float], object] = lambda _request, _result, _seconds: None
         """Called after each request with its name, *ok* or *failed*, and the seconds that it took."""
 
@@ -82,7 +83,7 @@ class SlurmGateway:
         Costs slurmctld one RPC, for all jobs; up to four more for nodes, partitions, reservations and its own start
         where these may have changed, and each minute three for the site's rules.
         """
-        return snapshot(self.read_raw())
+        return snapshot(self.read_raw(), self._known)
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return the state of a few jobs, which costs slurmctld one small RPC each."""
@@ -196,9 +197,9 @@ def over_pyslurm() -> SlurmGateway:
     return SlurmGateway(Supervisor())
 
 
-def over_json() -> SlurmGateway:
+def over_json(*, apart: bool = False) -> SlurmGateway:
     """Return the gateway over Slurm's commands and their JSON."""
-    return SlurmGateway(JsonSource())
+    return SlurmGateway(JsonSource(apart=apart))
 
 
 def over_text() -> SlurmGateway:
@@ -206,7 +207,17 @@ def over_text() -> SlurmGateway:
     return SlurmGateway(JsonSource(commands=TextCommands()))
 
 
-def automatic() -> SlurmGateway:
+def served_json() -> SlurmGateway:
+    """Return the same for a program that reads again and again."""
+    return over_json(apart=True)
+
+
+def served() -> SlurmGateway:
+    """Return the same as ``automatic``, for a program that reads again and again."""
+    return automatic(apart=True)
+
+
+def automatic(*, apart: bool = False) -> SlurmGateway:
     """Return the gateway over pyslurm where it works and is built for this machine's Slurm, else over Slurm's JSON."""
     worker = Supervisor()
     problem = problem_of(worker)
@@ -214,7 +225,7 @@ def automatic() -> SlurmGateway:
         return SlurmGateway(worker)
     worker.close()
     log.info("Slurm's JSON is read, because %s", problem)
-    return SlurmGateway(JsonSource(problem))
+    return SlurmGateway(JsonSource(problem, apart=apart))
 
 
 def problem_of(worker: Source) -> str | None:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SiteRules, SlurmState
 from cadenza.policies.core.text import printable
@@ -50,16 +52,34 @@ _LANE_FEATURE = re.compile(r"lane(\d+)")
 _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 
 
-def snapshot(raw: Raw) -> ClusterSnapshot:
+class Known(NamedTuple):
+    """Records of the answer before with what they were translated to: one that has not changed keeps its object."""
+
+    jobs: dict[int, tuple[Raw, Job]]
+    nodes: dict[str, tuple[tuple[object, ...], Node]]
+
+
+def snapshot(raw: Raw, known: Known | None = None) -> ClusterSnapshot:
     """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases.
 
     A job that slurmctld calls failed because of a stop that it ordered before it was killed is shown as ending.
+    ``known``: of the answer before; it becomes that of this one.
     """
+    known = known if known is not None else Known({}, {})
     started_s = raw.get("slurmctld_start_time")
     twice_s = [float(one["reason_time"]) for one in raw["nodes"] if one.get("reason_time") and started_twice(one)]
-    found = nodes(raw["nodes"], started_s)
-    site = Site.of(raw, found)
-    jobs = (job(record, float(raw["time_s"]), started_s, twice_s, site) for record in raw["jobs"])
+    found = nodes(raw["nodes"], started_s, known.nodes)
+    site, now_s = Site.of(raw, found), float(raw["time_s"])
+    jobs: list[tuple[Raw, Job]] = []
+    for record in raw["jobs"]:
+        kept = known.jobs.get(record["id"])
+        one = _as_before(*kept, record, now_s, site) if kept is not None else None
+        if one is None:
+            one = job(record, now_s, started_s, twice_s, site)
+        if one is not None:
+            jobs.append((record, one))
+    known.jobs.clear()
+    known.jobs.update((one[1].key.id, one) for one in jobs)
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
     empty = empty_from_s(raw)
     lost = prologs_lost(raw)
@@ -73,12 +93,21 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
         ),
         jobs=tuple(
             sorted(
-                (replace(one, prolog_lost=one.key.id in lost) for one in jobs if one is not None),
-                key=lambda one: one.key,
+                (replace(one, prolog_lost=True) if one.key.id in lost else one for _, one in jobs),
+                key=attrgetter("key"),
             )
         ),
         site=_site_rules(raw.get("site", {})),
     )
+
+
+def _as_before(before: Raw, one: Job, record: Raw, now_s: float, site: Site) -> Job | None:
+    """Return a job whose record has not changed, but for the time that it has run; None if it must be translated."""
+    if (record is not before and record != before) or one.state == "OTHER" or one.held:
+        return None
+    if (one.options is not None or (one.state == "PENDING" and one.gpus)) and site.barred(record) != one.barred:
+        return None
+    return replace(one, run_s=run_s(record, now_s)) if one.state == "RUNNING" else one
 
 
 def _site_rules(raw: Raw) -> SiteRules:
@@ -227,18 +256,29 @@ def job_memory_mb(raw: Raw) -> int:
 # --- Nodes ---------------------------------------------------------------------------------------------
 
 
-def nodes(raws: Sequence[Raw], slurmctld_start_s: float | None = None) -> tuple[Node, ...]:
-    """Return all nodes by name, each with its host and lane; slurmctld's start is read where a node is drained."""
+def nodes(
+    raws: Sequence[Raw],
+    slurmctld_start_s: float | None = None,
+    known: dict[str, tuple[tuple[object, ...], Node]] | None = None,
+) -> tuple[Node, ...]:
+    """Return all nodes by name, each with its host and lane; slurmctld's start is read where a node is drained.
+
+    ``known``: as of ``Known``.
+    """
+    known = known if known is not None else {}
     lanes = {raw["name"]: lane_of(raw) for raw in raws}
     emulated = Counter(raw["hostname"] for raw in raws if lanes[raw["name"]] == 0)
-    translated = (
-        replace(
-            node(raw, host_of(raw, emulated), lanes[raw["name"]]),
-            drained_at_restart=drained_at_restart(raw, slurmctld_start_s),
-        )
-        for raw in raws
-    )
-    return tuple(sorted(translated, key=lambda item: item.name))
+    found: list[tuple[tuple[object, ...], Node]] = []
+    for raw in raws:
+        name = raw["name"]
+        source = raw, host_of(raw, emulated), lanes[name], drained_at_restart(raw, slurmctld_start_s)
+        kept = known.get(name)
+        if kept is None or kept[0] != source:
+            kept = source, replace(node(*source[:3]), drained_at_restart=source[3])
+        found.append(kept)
+    known.clear()
+    known.update((one[1].name, one) for one in found)
+    return tuple(sorted((one for _, one in found), key=attrgetter("name")))
 
 
 def lane_of(raw: Raw) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.slurm_plugin.gateway.request_sizes import BadRequest, changes, shown_job
+from cadenza.slurm_plugin.gateway.verbs import BadRequest, shown_job, size_changes
 
 
 def shown(**fields: Any) -> Mapping[str, Any]:
@@ -30,28 +30,28 @@ def share(node: str, gpus: int) -> dict[str, Any]:
 
 
 def test_a_request_by_node_grows_on_one_node() -> None:
-    assert changes(shown(), [share("node2", 4)]) == [
+    assert size_changes(shown(), [share("node2", 4)]) == [
         "NumNodes=1-1", "NumTasks=1", "NumCPUs=8", "MinCPUsNode=8", "CPUsPerTask=8", "MinMemoryNode=6000",
         "ReqNodeList=node2", "TresPerNode=gres/gpu:4",
     ]  # fmt: skip
 
 
 def test_a_request_by_job_spreads_over_two_nodes_with_a_task_each() -> None:
-    found = changes(shown(tres_per_job="gres/gpu:2"), [share("n1", 2), share("n2", 2)])
+    found = size_changes(shown(tres_per_job="gres/gpu:2"), [share("n1", 2), share("n2", 2)])
     assert {"NumNodes=2-2", "NumTasks=2", "NumCPUs=8", "TresPerJob=gres/gpu:4", "ReqNodeList=n1,n2"} <= set(found)
 
 
 def test_one_task_a_gpu_stays_so() -> None:
     job = shown(tres_per_job="gres/gpu:2", tasks=number(2))
-    assert {"NumTasks=1", "CPUsPerTask=2"} <= set(changes(job, [share("n1", 1)]))
+    assert {"NumTasks=1", "CPUsPerTask=2"} <= set(size_changes(job, [share("n1", 1)]))
 
 
 @pytest.mark.parametrize(
     "text", ["NumTasks=9 TresPerJob=gres/gpu:9", "x TresPerTask=gres/gpu=1 CpusPerTres=gres/gpu:2"]
 )
 def test_no_name_or_comment_passes_for_a_field(text: str) -> None:
-    usual = changes(shown(), [share("n1", 1)])
-    assert changes(shown(name=text, comment=text), [share("n1", 1)]) == usual
+    usual = size_changes(shown(), [share("n1", 1)])
+    assert size_changes(shown(name=text, comment=text), [share("n1", 1)]) == usual
 
 
 @pytest.mark.parametrize("text", ["", "slurm_load_jobs error", '{"jobs": []}', '{"jobs": [{"job_id": 2}]}', "[" * 5000])
@@ -70,9 +70,9 @@ def test_a_job_that_is_not_shown_is_refused(text: str) -> None:
 )
 def test_what_cannot_be_spread_is_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        changes(shown(**fields), [share("n1", 1)])
+        size_changes(shown(**fields), [share("n1", 1)])
 
 
 def test_nodes_get_the_same() -> None:
     with pytest.raises(BadRequest, match="would not get the same"):
-        changes(shown(), [share("n1", 1), share("n2", 2)])
+        size_changes(shown(), [share("n1", 1), share("n2", 2)])
