@@ -76,14 +76,11 @@ def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
     """Return the hosts with the GPUs that no lease is on, and no job that no agent knows."""
     hosts = snapshot.host_of
     used: Counter[str] = Counter()
-    leased: set[Gpu] = set()
     for job in snapshot.jobs:
         if job.lease is None and job.state in ("RUNNING", "OTHER"):
             for name in job.nodes:
                 used[hosts.get(name, name)] += gpus_on(job, name)
-        elif job.lease is not None and (job.lease.exclusive or job.lease.state in HOLDING):
-            leased.update(job.lease.gpus)
-    used.update(gpu.host for gpu in leased)
+    used.update(gpu.host for gpu in held_gpus(snapshot.jobs))
     return [
         HostGpus(
             node.gpus,
@@ -95,6 +92,12 @@ def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
         for node in snapshot.nodes
         if node.lane == 0
     ]
+
+
+def held_gpus(jobs: Iterable[Job]) -> set[Gpu]:
+    """Return the GPUs that jobs may use now by their leases."""
+    leases = (job.lease for job in jobs)
+    return {gpu for lease in leases if lease and (lease.exclusive or lease.state in HOLDING) for gpu in lease.gpus}
 
 
 def gpus_on(job: Job, node: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +27,11 @@ config_option = click.option(
     "--config", type=click.Path(path_type=Path), help=f"Configuration file (default: {DEFAULT_PATH})."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-store_option = click.option(
-    "--store", type=click.Path(path_type=Path), help="Store to read (default: the one in the configuration)."
+
+DOWN = (
+    "cadenzad does not answer at {}: jobs run, and Slurm starts them, as usual; "
+    "look on the machine of slurmctld, or ask the admin"
 )
-
-
 NO_ROUND = "no round is on record yet: is cadenzad running?"
 MAX_LINE = 8192
 PIPE_WIDTH = 180
@@ -87,12 +88,30 @@ def console() -> Console:
     return plain if plain.is_terminal else Terminal(width=PIPE_WIDTH)
 
 
-def open_store(store: Path | None, config: Path | None) -> StoreReader:
-    """Open the named store, by default the configured one; raise StoreError or ConfigError."""
+def open_store(config: Path | None) -> StoreReader:
+    """Open the configured store; raise StoreError or ConfigError."""
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
-    return StoreReader(store or Path(load_settings(config).service.store))
+    return StoreReader(Path(load_settings(config).service.store))
+
+
+def store_or_socket(config: Path | None) -> StoreReader | Path:
+    """Open the store, or return the path of the service's socket if this user may not read the store.
+
+    Raise StoreError if neither can be asked.
+    """
+    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+
+    table = load_settings(config).service
+    try:
+        return open_store(config)
+    except StoreError as error:
+        path = Path(table.socket)
+        if path.exists():
+            return path
+        raise error if os.access(table.store, os.R_OK) else StoreError(DOWN.format(path)) from None
 
 
 def moment(text: str, now_s: float, option: str) -> float:

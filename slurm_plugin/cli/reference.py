@@ -7,6 +7,7 @@ from inspect import cleandoc
 
 import click
 
+from cadenza.slurm_plugin.cli.keys import KeyedCommand, row_of
 from cadenza.slurm_plugin.cli.main import main
 
 
@@ -19,6 +20,9 @@ def reference(command: click.Command, ctx: click.Context, level: int = 2) -> Ite
     if records := [record for item in items if (record := item.get_help_record(ctx))]:
         rows = (f"| `{_cell(name)}` | {_cell(text)} |" for name, text in records)
         yield "\n".join(("| option | meaning |", "|---|---|", *rows))
+    if isinstance(command, KeyedCommand):
+        keys = (f"| `{_cell(name)}` | {_cell(text)} |" for name, text in map(row_of, command.keys.values()))
+        yield "\n".join(("| key of `--set` | meaning |", "|---|---|", *keys))
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):
             child = command.get_command(ctx, name)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.idle_gpus import HostGpus, free_gpus, held_gpus
+from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
@@ -25,6 +26,10 @@ class Latest(msgspec.Struct, frozen=True):
     actions: tuple[ActionRow, ...] = ()
     switches: tuple[SwitchRow, ...] = ()
     effects: tuple[Effect, ...] = ()
+    hosts: tuple[HostGpus, ...] = ()
+    """All hosts, with the GPUs that no job of anybody holds."""
+    others: tuple[Gpu, ...] = ()
+    """GPUs that jobs of other users hold; whose they are stays untold."""
 
     def round(self) -> Round | None:
         """Return the round without what only the service needs; None when none is on record."""
@@ -42,7 +47,7 @@ def own_part(
     switches: Collection[SwitchRow],
     effects: Collection[Effect],
 ) -> Latest:
-    """Return a user's part of a round and of these rows; other jobs are not there, nor on any GPU."""
+    """Return a user's part of a round and of these rows; of other jobs only the GPUs that they hold."""
     if last is None:
         return Latest()
     jobs = tuple(job for job in last.snapshot.jobs if job.user == user)
@@ -56,4 +61,6 @@ def own_part(
         tuple(row for row in actions if row.job in ids),
         tuple(row for row in switches if row.job in ids),
         tuple(row for row in effects if row.user == user),
+        tuple(free_gpus(last.snapshot)),
+        tuple(sorted(held_gpus(job for job in last.snapshot.jobs if job.user != user))),
     )

@@ -101,7 +101,7 @@ class Sweep:
         check_words(words, names)
         plan.build()
         if (directory / HEAD).exists():
-            raise InputError(f"{directory}: has a sweep already: `cadenza sweep resume {directory}` continues it")
+            raise InputError(f"{directory}: has a sweep already: `cadenza sweep run {directory}` continues it")
         try:
             (directory / "reports").mkdir(parents=True, exist_ok=True)
         except OSError as error:

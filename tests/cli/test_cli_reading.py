@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -23,10 +24,15 @@ from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, 
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import JobId
+from cadenza.slurm_plugin.cli.jobs.render import screen
+from cadenza.slurm_plugin.cli.jobs.view import Recent, build
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway import slurm_gateway, source_gateway
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
+from cadenza.slurm_plugin.service.own_jobs import own_part
 from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.store.reader import Round
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -79,6 +85,26 @@ def test_top_shows_idle_gpus_and_the_jobs_that_could_use_them(config: Path) -> N
     text = " ".join(run("top", "--once", "--config", str(config)).stdout.split())
     assert "idle GPUs 1, 1 jobs that fit wait" in text
     assert "can move 1/1" in text
+
+
+def printed(view: object) -> str:
+    """Return what a terminal of 80 columns shows."""
+    out = Terminal(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    out.print(view)
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_top_tells_a_user_which_gpus_others_have_and_not_who(config: Path) -> None:
+    late = replace(job(3, "late", None, state="PENDING", nodes=(), user="bob"), gpus=1)
+    held = job(1, "secret", "held")
+    for lease, idle, fit, others in ((held.lease, 0, (), [True, True]), (None, 0, (), [False, False])):
+        seen = cluster(replace(held, lease=lease), late)
+        last = Round(1, seen.time_s, seen, Memory(), Decision((), Memory()), Memory(), 0.1, "")
+        own = own_part(last, "bob", (), (), ())
+        view = build(own.round(), Recent(hosts=own.hosts, others=own.others), seen.time_s)
+        assert (view.idle_gpus, view.waiting_that_fit, [row.others for row in view.gpus]) == (idle, fit, others)
+        text = printed(screen(view))
+        assert ("another user's job" in text, "secret" in text, "idle GPUs 0" in text) == (any(others), False, True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, queue_rules, replayed
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
+from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -211,13 +212,14 @@ def test_bad_input_is_exit_code_2(config: Path, words: tuple[str, ...], said: st
 
 
 def test_a_missing_store_is_exit_code_3(tmp_path: Path) -> None:
-    done = run("report", "--since", "7d", "--store", tmp_path / "none.db")
+    done = run("report", "--since", "7d", "--config", write_config(tmp_path))
     assert done.exit_code == 3
     assert "no store there" in done.stderr
 
 
 def test_a_store_without_sums_says_so(tmp_path: Path) -> None:
-    SqliteStore(tmp_path / "cadenza.db", SystemClock()).close()
-    done = run("report", "--since", "7d", "--store", tmp_path / "cadenza.db")
+    config = write_config(tmp_path)
+    SqliteStore(Path(load_settings(config).service.store), SystemClock()).close()
+    done = run("report", "--since", "7d", "--config", config)
     assert done.exit_code == 2
     assert "is cadenzad running?" in done.stderr

@@ -47,7 +47,7 @@ def test_six_configurations_are_searched_across_a_killed_controller(
     cluster.ctl("sh", "-c", f"kill -9 $(cat {folder}/pid)", user="alice")
     before = {trial["number"]: trial["job"] for trial in status(cluster, folder)["trials"]}
     done = cluster.exec(
-        "ctl", CADENZA, "sweep", "resume", f"{folder}/sweep", "--json", user="alice", check=False, timeout=300
+        "ctl", CADENZA, "sweep", "run", f"{folder}/sweep", "--json", user="alice", check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     after = status(cluster, folder)

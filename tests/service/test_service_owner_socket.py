@@ -19,7 +19,7 @@ from service_rig import books, job, write_config
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
-from cadenza.slurm_plugin.cli.jobs import why
+from cadenza.slurm_plugin.cli import common
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service import owner_socket
 from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
@@ -66,11 +66,15 @@ def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.Mon
     assert [row.job for row in latest.switches] == [1]
     view = json.loads(CliRunner().invoke(main, ["top", "--once", "--json", "--config", str(config)]).stdout)
     assert [(one["id"], one["reason"]) for one in view["jobs"]] == [(1, "waits")]
+    assert view["idle_gpus"] == 4 - 2, "others' jobs have GPUs, too"
     monkeypatch.setattr(owner_socket, "peer_uid", lambda _: 4_000_000_000)
     with pytest.raises(ServiceError, match="does not know uid"):
         ask_latest(site / "jobs.sock", 0.0)
     away = write_config(site, store=str(site / "closed.db"), socket=str(site / "away" / "jobs.sock"))
-    assert CliRunner().invoke(main, ["top", "--once", "--config", str(away)]).exit_code == 3
+    for words in (("top", "--once"), ("why", "1")):
+        done = CliRunner().invoke(main, [*words, "--config", str(away)])
+        assert done.exit_code == 3
+        assert "jobs run, and Slurm starts them, as usual" in done.stderr
 
 
 def test_who_may_read() -> None:
@@ -184,7 +188,7 @@ def test_why_asks_the_service_when_the_store_cannot_be_read(site: Path, monkeypa
     def unreadable(*_: object) -> None:
         raise StoreError("cadenza.db: unable to open database file; may this user read it?")
 
-    monkeypatch.setattr(why, "open_store", unreadable)
+    monkeypatch.setattr(common, "open_store", unreadable)
     monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
     run = partial(CliRunner().invoke, main)
     assert "job 1: waits" in run(["why", "1", "--config", str(config)]).stdout

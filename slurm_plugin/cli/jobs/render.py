@@ -70,6 +70,8 @@ def gpu_map(view: TopView) -> Table:
         for number in (*(() if row.holder is None else (row.holder,)), *row.waiting):
             if job := jobs.get(number):
                 cells[job.lane or 0].append_text(marked(job))
+        if row.others:
+            cells[0].append_text(Text("▶ another user's job", style="dim"))
         table.add_row(f"{row.host}:{row.index}", *cells)
     return table
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, open_store, store_option
+from cadenza.slurm_plugin.cli.common import DOWN, config_option, console, emit, json_option, store_or_socket
 from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
 
 if TYPE_CHECKING:
@@ -28,16 +28,15 @@ MAX_EFFECTS = 8
 @click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds between updates.")  # fmt: skip
 @json_option
-@store_option
 @config_option
-def command(*, once: bool, interval: float, as_json: bool, store: Path | None, config: Path | None) -> None:
+def command(*, once: bool, interval: float, as_json: bool, config: Path | None) -> None:
     """Show live which job holds which GPU, which jobs wait for it, and why.
 
     It reads the service's store, which the service's user, its group and root may read; other users get their own jobs
     from the running service. With --json and without --once it prints one line per interval.
     """
     with ExitStack() as stack:
-        source = _source(store, config)
+        source = store_or_socket(config)
         if not isinstance(source, Path):
             stack.enter_context(source)
         views = iter((look(source),)) if once else _views(source, interval)
@@ -51,20 +50,6 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
             show(console(), map(screen, views), live=not once)
 
 
-def _source(store: Path | None, config: Path | None) -> StoreReader | Path:
-    """Return the store, or the path of the service's socket if this user may not read the store."""
-    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-
-    try:
-        return open_store(store, config)
-    except StoreError:
-        path = Path(load_settings(config).service.socket)
-        if store is not None or not path.exists():
-            raise
-        return path
-
-
 def look(source: StoreReader | Path) -> TopView:
     """Return the current view of a store, or of the user's own jobs from the service's socket."""
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
@@ -75,11 +60,16 @@ def look(source: StoreReader | Path) -> TopView:
     if isinstance(source, Path):
         try:
             latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
-        except OSError as error:
-            raise StoreError(f"{source}: {error.strerror or error}; is cadenzad up?") from None
+        except OSError:
+            raise StoreError(DOWN.format(source)) from None
         last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
-        return build(last, Recent(latest.actions, latest.switches, effects, kill_switch(last)), now_s)
-    reader, last = source, source.round()
+        rows = (latest.actions, latest.switches, effects, kill_switch(last))
+        return build(last, Recent(*rows, latest.hosts, latest.others), now_s)
+    return view_of(source, source.round(), now_s)
+
+
+def view_of(reader: StoreReader, last: Round | None, now_s: float) -> TopView:
+    """Return the view of the last round of a store."""
     switches, effects = reader.switches(since_s=now_s - SWITCHES_SINCE_S), reader.effects(limit=MAX_EFFECTS)
     faults = (*kill_switch(last), *reader.faults())
     return build(last, Recent(reader.actions(limit=MAX_ACTIONS), switches, effects, faults), now_s)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.idle_gpus import Wanted, fits, free_gpus, waits_for_gpus
+from cadenza.policies.core.idle_gpus import HostGpus, Wanted, fits, free_gpus, waits_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.accounting.effects import Effect
@@ -69,6 +69,8 @@ class GpuRow(msgspec.Struct, frozen=True):
     index: int
     holder: int | None
     waiting: tuple[int, ...]
+    others: bool = False
+    """True if a job of another user holds it, which this user may not see."""
 
 
 class TopView(msgspec.Struct, frozen=True):
@@ -111,6 +113,10 @@ class Recent(NamedTuple):
     effects: Sequence[Effect] = ()
     faults: Sequence[str] = ()
     """Faults of the store's file system, and the kill switch."""
+    hosts: Sequence[HostGpus] | None = None
+    """Idle GPUs where the round has a user's own jobs only; None: the round has all."""
+    others: Collection[Gpu] = ()
+    """GPUs that other users' jobs hold."""
 
 
 def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
@@ -120,7 +126,7 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
     settings = from_record(last.settings) if last.settings else Settings()
     snapshot = last.snapshot
     durations = sorted(row.total_s for row in recent.switches if row.kind == "yield")
-    idle, fit = idle_and_waiting(last)
+    idle, fit = idle_and_waiting(last, recent.hosts)
     attached = [job.lease for job in snapshot.jobs if job.opted_in and job.lease is not None]
     return TopView(
         last.at_s,
@@ -131,7 +137,7 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         f"{settings.policy.order}/{settings.policy.allocate}/{settings.policy.share}",
         _agents(snapshot),
         (*_overdue(now_s - last.at_s), *recent.faults, *host_faults(snapshot)),
-        gpu_rows(snapshot),
+        gpu_rows(snapshot, recent.others),
         job_rows(last, recent.actions),
         len(durations),
         _percentile(durations, 0.5),
@@ -161,9 +167,9 @@ def _overdue(age_s: float) -> Iterator[str]:
         yield f"no round for {age_s:.0f} s: `cadenza doctor` looks for the cause"
 
 
-def idle_and_waiting(last: Round) -> tuple[int, tuple[int, ...]]:
+def idle_and_waiting(last: Round, hosts: Sequence[HostGpus] | None = None) -> tuple[int, tuple[int, ...]]:
     """Return the number of idle GPUs, and the ids of the managed jobs that wait for GPUs although theirs are idle."""
-    hosts, memory = free_gpus(last.snapshot), last.memory
+    hosts, memory = free_gpus(last.snapshot) if hosts is None else hosts, last.memory
     fit = [
         job.key.id
         for job in last.snapshot.jobs
@@ -174,7 +180,7 @@ def idle_and_waiting(last: Round) -> tuple[int, tuple[int, ...]]:
     return sum(host.idle for host in hosts), tuple(sorted(fit))
 
 
-def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:
+def gpu_rows(snapshot: ClusterSnapshot, others: Collection[Gpu] = ()) -> tuple[GpuRow, ...]:
     """Return a row for each physical GPU, in order."""
     counts = {node.host: node.gpus for node in snapshot.nodes if node.lane == 0}
     here: dict[Gpu, list[Job]] = {Gpu(host, index): [] for host, n in counts.items() for index in range(n)}
@@ -184,10 +190,10 @@ def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:
     rows = []
     for gpu, jobs in sorted(here.items()):
         holders = [job for job in jobs if job.lease and job.lease.state in ("held", "stopping")]
-        others = [job for job in jobs if job not in holders]
-        waiting = sorted(others, key=lambda job: ((job.lease or NO_LEASE).vtime_s, job.key))
+        behind = [job for job in jobs if job not in holders]
+        waiting = sorted(behind, key=lambda job: ((job.lease or NO_LEASE).vtime_s, job.key))
         holder = holders[0].key.id if holders else None
-        rows.append(GpuRow(gpu.host, gpu.index, holder, tuple(job.key.id for job in waiting)))
+        rows.append(GpuRow(gpu.host, gpu.index, holder, tuple(job.key.id for job in waiting), gpu in others))
     return tuple(rows)
 
 
@@ -219,12 +225,14 @@ def _agents(snapshot: ClusterSnapshot) -> tuple[Agent, ...]:
 
 def _shares(jobs: Sequence[Job]) -> dict[JobKey, float]:
     """Return each job's fraction of the virtual time of all jobs on its GPUs."""
-    leases = {job.key: job.lease for job in jobs if job.lease}
+    on_gpu: dict[Gpu, dict[JobKey, float]] = {}
+    for job in jobs:
+        for gpu in job.lease.gpus if job.lease else ():
+            on_gpu.setdefault(gpu, {})[job.key] = job.lease.vtime_s if job.lease else 0.0
     shares = {}
-    for key, lease in leases.items():
-        rivals = [other.vtime_s for other in leases.values() if set(other.gpus) & set(lease.gpus)]
-        if sum(rivals) > 0:
-            shares[key] = lease.vtime_s / sum(rivals)
+    for job in jobs:
+        if job.lease and (total_s := sum(dict(chain(*(on_gpu[gpu].items() for gpu in job.lease.gpus))).values())) > 0:
+            shares[job.key] = job.lease.vtime_s / total_s
     return shares
 
 

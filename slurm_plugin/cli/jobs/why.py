@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, open_store, say, store_option
+from cadenza.slurm_plugin.cli.common import DOWN, JobId, config_option, emit, json_option, say, store_or_socket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cadenza.slurm_plugin.service.accounting.effects import Effect
     from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, SwitchRow
 
+ROWS = 20
+"""Newest rows of each section."""
 OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": ", without effect so far"}
 MESSAGES = {
     "no decision": "no decision so far",
@@ -34,17 +36,15 @@ MESSAGES = {
 
 @click.command("why")
 @click.argument("job_id", metavar="JOBID", type=JobId())
-@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Rows per section.")
 @json_option
-@store_option
 @config_option
-def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config: Path | None) -> None:
+def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
     """Explain the decisions about a job, and show what its yields and resumes took.
 
     Actions that the guard kept in are listed with its rule; in observe-only mode these are the actions that apply
     mode would take. Users who may not read the store get the record of their own jobs from the running service.
     """
-    record = _record(job_id, last, store, config)
+    record = _record(job_id, config)
     if not record.exists:
         text = f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record"
         raise click.ClickException("; ".join((text, *record.faults)))
@@ -54,25 +54,19 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
         say(*lines(record))
 
 
-def _record(job_id: int, last: int, store: Path | None, config: Path | None) -> JobRecord:
+def _record(job_id: int, config: Path | None) -> JobRecord:
     """Return a job's record from the store, or from the service if this user may not read the store."""
-    from cadenza.slurm_plugin.service.errors import ServiceError, StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.owner_socket import ask  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
+    source = store_or_socket(config)
+    if not isinstance(source, Path):
+        with source as reader:
+            return reader.job_record(job_id, ROWS)
     try:
-        with open_store(store, config) as reader:
-            return reader.job_record(job_id, last)
-    except StoreError:
-        if store is not None:
-            raise
-        try:
-            return ask(Path(load_settings(config).service.socket), job_id, last)
-        except OSError:
-            pass
-        except ServiceError as error:
-            raise click.ClickException(str(error)) from None
-        raise
+        return ask(source, job_id, ROWS)
+    except OSError:
+        raise StoreError(DOWN.format(source)) from None
 
 
 def summary(record: JobRecord) -> str:
@@ -85,15 +79,25 @@ def lines(record: JobRecord) -> Iterator[str]:
     """Yield the whole record as text, newest first."""
     yield f"job {record.id}: {summary(record)}"
     yield from (f"  {fault}" for fault in record.faults)
-    yield from (f"  {line}" for line in (_state(record.job) if record.job else ()))
-    yield from _section("decisions", [_action(row) for row in record.actions])
-    yield from _section("measured", [f"{_time(row.at_s)} {effect_sentence(row)}" for row in record.effects])
-    yield from _section("yields and resumes", [_switch(row) for row in record.switches])
+    yield from (f"  {line}" for line in (state_lines(record.job) if record.job else ()))
+    for title, rows in sections(record):
+        yield f"{title} (newest first):"
+        yield from (f"  {row}" for row in rows)
+
+
+def sections(record: JobRecord) -> list[tuple[str, list[str]]]:
+    """Return the parts of a record that are not empty, each with its title and a sentence for each row."""
     events = [f"{_time(row.at_s)} {row.host} {row.kind} {row.detail}".rstrip() for row in record.events]
-    yield from _section("reported by its hosts", events)
+    found = [
+        ("decisions", [_action(row) for row in record.actions]),
+        ("measured", [f"{_time(row.at_s)} {effect_sentence(row)}" for row in record.effects]),
+        ("yields and resumes", [_switch(row) for row in record.switches]),
+        ("reported by its hosts", events),
+    ]
+    return [(title, rows) for title, rows in found if rows]
 
 
-def _state(job: Job) -> Iterator[str]:
+def state_lines(job: Job) -> Iterator[str]:
     """Yield the job's present state: place, lease, measurements, resources and progress."""
     where = ",".join(job.nodes) or "no node"
     yield f"{job.state} on {where}, {job.gpus} GPUs, user {job.user}, partition {job.partition}"
@@ -133,12 +137,6 @@ def _measured(lease: Lease) -> Iterator[str]:
     )  # fmt: skip
     if texts := [text.format(value) for value, text in figures if value is not None]:
         yield f"measured: {', '.join(texts)}"
-
-
-def _section(title: str, rows: list[str]) -> Iterator[str]:
-    if rows:
-        yield f"{title} (newest first):"
-        yield from (f"  {row}" for row in rows)
 
 
 def _action(row: ActionRow) -> str:

@@ -15,11 +15,10 @@ from cadenza.slurm_plugin.cli.common import (
     moment,
     open_store,
     say,
-    store_option,
 )
 
 RESULT_OPTIONS = ("baseline",)
-SINCE_OPTIONS = ("until", "user", "store", "config")
+SINCE_OPTIONS = ("until", "user", "config")
 
 
 @click.command("report")
@@ -32,7 +31,6 @@ SINCE_OPTIONS = ("until", "user", "store", "config")
 @click.option("--until", metavar="WHEN", help="End of that time (default: now).")
 @click.option("--user", metavar="NAME", help="Show this user only.")
 @json_option
-@store_option
 @config_option
 def command(*, files: tuple[Path, ...], since: str | None, **words: Any) -> None:
     """Compare results of `cadenza simulate --save`, or show the effect of sharing.
@@ -97,7 +95,7 @@ def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json
     until_s = now_s if until is None else moment(until, now_s, "--until")
     if until_s <= since_s:
         raise click.UsageError("--until is not after --since")
-    with open_store(options["store"], options["config"]) as reader:
+    with open_store(options["config"]) as reader:
         report = gather(reader, since_s, until_s, options["user"])
     user = options["user"]
     content = sheet(report, options["title"] or "Effect of sharing" + (f" for {user}" if user else ""))

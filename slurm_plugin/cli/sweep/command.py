@@ -18,8 +18,7 @@ DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type
 
 COMMANDS = {
     "Commands": {
-        "run": ("sweep.command:run", "Submit a job for each configuration, and stop the weak ones."),
-        "resume": ("sweep.command:resume", "Continue a sweep whose controller has ended."),
+        "run": ("sweep.command:run", "Submit a job for each configuration, or continue a sweep."),
         "status": ("sweep.command:status", "Show the best configuration, and all of them."),
         "stop": ("sweep.command:stop", "Cancel all jobs of a sweep and wait for their end."),
     }
@@ -55,36 +54,31 @@ def command() -> None:
 @click.option("--at-once", type=int, help="Jobs in Slurm at a time; 0: all [0].")
 @json_option
 def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
-    """Submit a job for each configuration of FILE, and stop the weak ones.
+    """Submit a job for each configuration of FILE, and stop the weak ones; or continue a sweep.
 
-    FILE is sweep.toml, a .csv with the names in its first line, or a .jsonl with one object per line. Each job is
+    FILE is sweep.toml, a .csv with the names in its first line, a .jsonl with one object per line, or alone the
+    directory of a sweep whose controller has ended and whose jobs have kept running. Each job is
     `sbatch` with the words after --, in which {lr} becomes the value of lr; if no word has such a placeholder,
     `--lr VALUE` is added for each value. The script reports results by cadenza.sidecar.client.report(value, step).
-    Ctrl-C ends this command and no job; `cadenza sweep resume` continues.
+    Ctrl-C ends this command and no job.
     """
     from cadenza.slurm_plugin.cli.sweep.display import control  # noqa: PLC0415 (slow, like all below)
     from cadenza.slurm_plugin.sweep.configs import read_request  # noqa: PLC0415
     from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
     from cadenza.slurm_plugin.sweep.study_plan import plan_of  # noqa: PLC0415
 
+    if file.is_dir():
+        if words or directory or any(value is not None for value in options.values()):
+            raise click.UsageError("a sweep continues as it was submitted: give its directory alone")
+        with Sweep(file) as sweep:
+            control(sweep, as_json=as_json)
+        return
     request = read_request(file)
     given = {key: value for key, value in options.items() if value is not None}
     stop = {key: given.pop(key) for key in STOP_KEYS if key in given}
     plan = plan_of({**request.plan, **given}, stop, str(file))
     place = directory or Path("sweeps") / plan.name
     with Sweep.create(place, plan, words, request.configs, study=request.study) as sweep:
-        control(sweep, as_json=as_json)
-
-
-@click.command("resume")
-@DIRECTORY
-@json_option
-def resume(*, directory: Path, as_json: bool) -> None:
-    """Continue a sweep whose controller has ended; its jobs kept running."""
-    from cadenza.slurm_plugin.cli.sweep.display import control  # noqa: PLC0415
-    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
-
-    with Sweep(directory) as sweep:
         control(sweep, as_json=as_json)
 
 

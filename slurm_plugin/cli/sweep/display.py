@@ -30,7 +30,7 @@ def control(sweep: Sweep, *, as_json: bool) -> None:
     try:
         show(sweep)
     except KeyboardInterrupt:
-        say("", f"cadenza: its jobs keep running; `cadenza sweep resume {sweep.directory}` continues", err=True)
+        say("", f"cadenza: its jobs keep running; `cadenza sweep run {sweep.directory}` continues", err=True)
         sys.exit(INTERRUPTED)
     best, target = sweep.best(), sweep.plan.target
     if not as_json:
