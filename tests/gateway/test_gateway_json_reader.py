@@ -17,6 +17,7 @@ from cadenza.slurm_plugin.gateway.json_reader import Changes
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, over_json
 
 SHOWN = json.loads((BOTH / "jobs.json").read_bytes().decode("utf-8", "surrogateescape"))["jobs"]
+DOWN = "'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'"
 LIVE = [job for job in SHOWN if job["name"] in ("two", "held", "later", "pin", "susp")]
 
 
@@ -63,7 +64,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmGat
     (tmp_path / "jobs.json").write_bytes(listed(LIVE))
     nodes, none = BOTH / "nodes.json", BOTH / "reservations.json"
     texts = {
-        "squeue": f"cat {tmp_path}/jobs.json; [ ! -e {tmp_path}/down ] || {{ echo no contact >&2; exit 1; }}",
+        "squeue": f"cat {tmp_path}/jobs.json; [ ! -e {tmp_path}/down ] || {{ echo {DOWN} >&2; exit 1; }}",
         "scontrol": f'case "$*" in *ping*) echo data_parser/v0.0.42 ;; *nodes*) cat {nodes} ;; '
         f"*reserv*) cat {none} ;; *config*) echo BOOT_TIME = 1795601167 ;; *) exit 1 ;; esac",
     }
@@ -95,7 +96,7 @@ def test_a_waiting_job_keeps_its_object_from_round_to_round_until_it_changes(
     assert "two" not in kept
     # A refusal passes through, and the process that is gone is replaced by one that tells all.
     (tmp_path / "down").touch()
-    with pytest.raises(SlurmUnavailable, match="no contact"):
+    with pytest.raises(SlurmUnavailable, match="connect failure"):
         served.read()
     (tmp_path / "down").unlink()
     served._source._reader._process._discard()  # type: ignore[attr-defined]
