@@ -18,6 +18,7 @@ from cadenza.sidecar.agent.inventory import HEADER, jobs_here
 from cadenza.sidecar.agent.log_filter import ForeignText
 from cadenza.sidecar.agent_settings import load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.sidecar.daemon_log import set_up_logging
 
 
 def _version() -> str:
@@ -45,14 +46,7 @@ def main(config: Path, *, jobs: bool, as_json: bool, debug: bool) -> None:
 
     Exit codes: 0 stopped by a signal, 1 failed, 2 bad settings or keys, 3 the machine lacks something.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(levelname).1s %(name)s: %(message)s" if os.environ.get("JOURNAL_STREAM") else
-        "%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )  # fmt: skip
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(ForeignText())
+    set_up_logging("cadenza-agent", debug=debug).addFilter(ForeignText())
     try:
         if jobs:
             found = jobs_here(load_settings(config))

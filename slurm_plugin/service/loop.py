@@ -25,10 +25,17 @@ from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service import lanes_on_demand, move_requests
+from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError, RequestError, StoreError
-from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, release_unrecorded, settled
+from cadenza.slurm_plugin.service.failover.release_round import (
+    adopted,
+    release_round,
+    release_unrecorded,
+    settled,
+    taken_over,
+)
 from cadenza.slurm_plugin.service.metrics.step_times import StepTimes
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.slurm_requeues import SlurmRequeues
@@ -36,7 +43,6 @@ from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_line
 
 if TYPE_CHECKING:
     from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics
@@ -96,6 +102,11 @@ class Loop:
         self.metrics: RoundMetrics | None = None
         self._error = ""
         """What ended the last round, "" for nothing."""
+        self.standby_reason: Callable[[], str] = lambda: ""
+        """Returns why the service of another host acts in place of this one, "" if it does not."""
+        self.acting = True
+        self._takes_over = False
+        """True until the first good round after the service of another host."""
         self.beat: Callable[[], object] = lambda: None
         """Called whenever the loop gets on: between rounds, before each decision and before each action."""
         self._left_alone: Mapping[JobKey, str] = {}
@@ -142,8 +153,25 @@ class Loop:
                 self.reload = False
                 self._reload(reload)
             began_s = self._clock.monotonic()
-            self.round()
+            self._follow_slurmctld()
+            if self.acting:
+                self.round()
             self._wait(began_s, each_nap)
+
+    def _follow_slurmctld(self) -> None:
+        """Act only where slurmctld is in control: stand by without a word to the agents, or take over."""
+        reason = self.standby_reason()
+        if not reason and not self.acting:
+            log.warning("slurmctld is in control here: this service takes over")
+            self.acting = self._takes_over = True
+            self._good_s = self._clock.monotonic()
+            self.settle()
+        elif reason and self.acting:
+            log.warning("this service %s", reason)
+            self.acting, self.failures = False, 0
+            self._hub.send_facts(FactSheet({}, self._clock.now(), 0.0))
+        if reason:
+            self._error = reason
 
     def round(self) -> bool:
         """Run one round; return whether it succeeded. An error is logged in one line and counted.
@@ -181,6 +209,9 @@ class Loop:
         # 2. Complete the memory: our holds and suspends if the store is new, and moves that were requested by hand.
         if self._store.fresh:
             self._store.adopt(adopted(self._gateway.read()))
+        elif self._takes_over:
+            stale = self.good_at_s is None or self._clock.now() - self.good_at_s > self.settings.trust_s
+            self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), stale=stale))
         before = move_requests.take(self._store.path, self._store.memory(), self._clock.now())
         self._store.adopt(before)
         # 3. Observe, decide, guard, write down, apply.
@@ -205,11 +236,12 @@ class Loop:
         self._store.record(self._requeues.observe(report.snapshot, before))
         # 6. Send the agents the facts that they need to take turns by themselves.
         self.last, self._good_s, self.good_at_s = report, self._clock.monotonic(), self._clock.now()
+        self._takes_over = False
         with times.step("facts"):
             facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
             self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
-            log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
+            log_action(action, outcome)
         # 7. Store the beliefs about profiles that this round changed.
         if self._gateway.refiner is not None and (beliefs := self._gateway.refiner.changed()):
             self._store.learn(beliefs)
@@ -237,7 +269,7 @@ class Loop:
             log.warning("our jobs could not be released: %s", error)
             return
         for action, outcome in outcomes:
-            log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
+            log_action(action, outcome)
 
     def _seen(self) -> ClusterSnapshot | None:
         """Return Slurm's jobs now, else as the last round had them."""
@@ -259,7 +291,7 @@ class Loop:
             log.warning("no round can be written down (%s), the jobs are released all the same", error)
             outcomes = release_unrecorded(self._gateway, self._store.memory(), STOP_REASON)
         for action, outcome in outcomes:
-            log.info("%s", action_line(action, outcome))
+            log_action(action, outcome)
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -310,7 +342,8 @@ class Loop:
     def _wait(self, began_s: float, each_nap: Callable[[], object]) -> None:
         """Wait until the next round is due: at its regular time, or early after news or a step of a job in transit."""
         load_s, moves = self._gateway.load_s, self._store.memory().moves
-        self.pause_s = pause_s(self.settings.service.poll_s, load_s, self.failures, self._rng)
+        failures = 0 if self._takes_over else self.failures  # until Slurm's own takeover is over, all of them fail
+        self.pause_s = pause_s(self.settings.service.poll_s, load_s, failures, self._rng)
         due_s = began_s + self.pause_s
         spacing_s = self.settings.service.min_round_spacing_s
         prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -16,13 +17,16 @@ import click
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.sidecar.daemon_log import set_up_logging
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway import source_gateway
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
+from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
+from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_unrecorded
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
@@ -31,7 +35,6 @@ from cadenza.slurm_plugin.service.owner_socket import OwnerSocket
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_line, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ TAKE_OVER_S = 10.0
 @click.version_option(version("cadenza"), prog_name="cadenzad")
 def main(*, config: Path, once: bool, seed: int | None, debug: bool) -> None:
     """The policy service: decides in rounds which job uses which GPU, and sends the actions to Slurm and the agents."""  # noqa: D401
-    set_up_logging(debug=debug)
+    set_up_logging("cadenzad", debug=debug)
     try:
         settings = load_settings(config)
         sys.exit(serve(settings, config, once=once, seed=seed))
@@ -91,6 +94,8 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         if once:
             loop.settle()
             return 0 if loop.round() else FAILED
+        if isinstance(slurm, source_gateway.SlurmGateway):
+            loop.standby_reason = Controllers(socket.gethostname()).standby_reason
         # 3. The watchdog, which releases our jobs if this process is killed.
         watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
         watchdog.start()
@@ -146,13 +151,16 @@ def _opened_store(settings: Settings, clock: SystemClock) -> SqliteStore:
         if not guard_settings(settings).killed:
             with closing(open_gateway(settings.service.gateway)) as slurm:
                 for action, outcome in release_unrecorded(slurm, read_undo(path), UNDONE_REASON):
-                    log.warning("%s", action_line(action, outcome))
+                    log_action(action, outcome)
         raise
 
 
 def _run(loop: Loop, config: Path, watchdog: Watchdog) -> None:
     def nap() -> None:
-        watchdog.start()
+        if loop.acting:
+            watchdog.start()
+        else:
+            watchdog.goodbye()  # what is on this host's record is the other's to undo now
         notify("WATCHDOG=1")
 
     with _signals(loop):
@@ -161,7 +169,8 @@ def _run(loop: Loop, config: Path, watchdog: Watchdog) -> None:
         loop.run(lambda: load_settings(config), nap)
         notify("STOPPING=1")
         try:
-            loop.let_go()
+            if loop.acting:
+                loop.let_go()
         except Exception as error:  # noqa: BLE001 (Slurm may be away: then this is the watchdog's work)
             log.warning("could not release our jobs (%s); the watchdog goes on trying", error)
         else:

@@ -42,7 +42,7 @@ def running_cluster() -> Iterator[Cluster]:
                 script("build")
             cluster.up(
                 "--nodes", 2, "--gpus-per-node", 4, "--lanes-on-demand", "--unmanaged-nodes", 1,
-                "--config", HERE / "fast.toml",
+                "--config", HERE / "fast.toml", "--config", HERE / "metrics.toml",
             )  # fmt: skip
         cluster.put(PACED_JOB, SOURCE.read_text())
         yield cluster

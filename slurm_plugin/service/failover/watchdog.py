@@ -23,13 +23,14 @@ import click
 
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.daemon_log import set_up_logging
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
+from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_round, release_unrecorded
 from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_line, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def _attempt(store: Path, lock: StoreLock, open_slurm: Callable[[], SlurmGateway
         log.warning("release failed (%s: %s), trying again", type(error).__name__, error)
         return False
     for action, outcome in outcomes:
-        log.info("%s", action_line(action, outcome))
+        log_action(action, outcome)
     return all(outcome.ok for _, outcome in outcomes)
 
 
@@ -138,7 +139,7 @@ def _release(slurm: SlurmGateway, store: Path, clock: SystemClock) -> tuple[tupl
 @click.option("--grace", type=float, required=True)
 def main(*, store: Path, gateway: str, grace: float) -> None:
     """Wait for the end of cadenzad on standard input."""
-    set_up_logging(debug=False)
+    set_up_logging("cadenzad", debug=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent_died(sys.stdin.fileno()):
         log.warning("cadenzad is gone without a goodbye; its jobs are released in %.0f s unless it returns", grace)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.move import Move, Ordered, Placed, Requeued
@@ -23,6 +24,8 @@ SLOWDOWN = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 SWITCHES = ("yield", "resume", "checkpoint")
 """Kinds of messages about a switch that was finished."""
 FAILED_SWITCHES = ("refused", "timeout", "lost")
+OUTCOMES = ("ok", "failed", "kept_in")
+REASONS = ("by_hand", "room", "resize", "migrate")
 
 
 class RoundMetrics:
@@ -52,6 +55,13 @@ class RoundMetrics:
         self._gpu_s = counter("gpu_seconds", "GPU time that jobs had", "partition", "lane", "managed")
         self._requests = counter("slurm_requests", "Requests to Slurm", "request", "result")
         self._request = histogram("slurm_request_seconds", "Duration of requests to Slurm", REQUEST_S, "request")
+        for family, words in (  # a counter must be there at 0 before Prometheus can see that it grew
+            (self._rounds, ("ok", "failed", "deadline")),
+            (self._switched, (*SWITCHES, *FAILED_SWITCHES)),
+            (self._moves, REASONS),
+        ):
+            for word in words:
+                family.labels(word)
         self._waiting: Mapping[JobKey, float] = {}
         """Since when each job that waits for its turn has waited, seconds since the epoch."""
         self._leaving: Mapping[JobKey, tuple[str, float]] = {}
@@ -66,14 +76,10 @@ class RoundMetrics:
             (self._round if step == "whole" else self._step.labels(step)).observe(took_s)
         # 2. Its actions, and what became of earlier ones.
         for action, outcome in report.outcomes:
-            word = "ok" if outcome.ok else "failed" if outcome.left else "kept_in"
-            self._actions.labels(type(action).__name__, word).inc()
-            if not outcome.left:
-                self._kept_in.labels(_rule(outcome.error)).inc()
+            self._act(action, "ok" if outcome.ok else "failed" if outcome.left else "kept_in", outcome.error)
         for item in report.guarded:
             if not item.allowed:
-                self._actions.labels(type(item.action).__name__, "kept_in").inc()
-                self._kept_in.labels(_rule(item.reason)).inc()
+                self._act(item.action, "kept_in", item.reason)
         for verdict in news.verdicts:
             self._effects.labels(*verdict).inc()
         # 3. Moves and jobs.
@@ -84,6 +90,13 @@ class RoundMetrics:
         for job, slowdown in news.ended:
             self._slowdown.labels(*_job(job)).observe(slowdown)
         self._spend(report.snapshot, news.spent)
+
+    def _act(self, action: Action, word: str, reason: str) -> None:
+        kind = type(action).__name__
+        for outcome in OUTCOMES:  # all of them are there from the first action of a kind on
+            self._actions.labels(kind, outcome).inc(outcome == word)
+        if word == "kept_in":
+            self._kept_in.labels(_rule(reason)).inc()
 
     def failed(self) -> None:
         """Count a round that an error ended."""
