@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw what live_tuning.py found: each job's completion time with both allocations, and what was predicted.
 
-Usage: live_tuning_plot.py results/live_tuning.json docs/live_tuning.png
+Usage: live_tuning_plot.py results/live_tuning.json live_tuning.png
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import message_catalog
 import move_table
+import record_tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -39,8 +40,13 @@ SETTINGS_HEAD = """\
 # Settings
 
 Every key of `/etc/cadenza/cadenza.toml` with its default. Files in `/etc/cadenza/conf.d/*.toml` are read after it, in
-order of their names. `cadenza show-config` prints the values in force and where each comes from; `cadenza check-config`
+order of their names. `cadenza config` prints the values in force and where each comes from; `cadenza config --check`
 checks the files. This page is generated from the definition of the settings."""
+POLICIES_HEAD = """\
+# Policies
+
+The names that `[policy] order`, `allocate` and `share` take, and `cadenza simulate` too. This page is generated from the
+registry; [choose a policy](../policies.md) says which is for what."""
 COMMANDS_HEAD = """\
 # Commands
 
@@ -56,12 +62,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/settings.md"] = settings_page()
     pages["reference/commands.md"] = commands_page()
     pages["reference/client.md"] = client_page()
+    pages["reference/policies.md"] = policies_page()
     pages["reference/messages.md"] = message_catalog.page()
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     for uri, drawing in diagrams().items():
         files.append(File.generated(config, uri, content=drawing))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Fill in the tables of measurements."""
+    return record_tables.filled(markdown)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -124,6 +136,14 @@ def commands_page() -> str:
     from cadenza.slurm_plugin.cli.reference import markdown  # noqa: PLC0415 (only at build time)
 
     return markdown().replace("# Commands\n", COMMANDS_HEAD, 1)
+
+
+def policies_page() -> str:
+    """Return the table of all policies, as the registry has them."""
+    from cadenza.policies.registry import ENTRIES  # noqa: PLC0415 (only at build time)
+
+    rows = [f"| {entry.kind} | `{entry.name}` | {entry.line} | {entry.source} |" for entry in ENTRIES]
+    return "\n".join([POLICIES_HEAD, "", "| kind | name | | source |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def client_page() -> str:

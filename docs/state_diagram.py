@@ -9,10 +9,17 @@ from typing import NamedTuple
 
 BOX_W, GAP, TOP, MARGIN = 150, 70, 50, 20
 PORT_H, LANE_W, CHAR_W, LINE_H = 18, 14, 6.4, 15
-INK = "#334"
+TITLE_CHAR_W = 9.5
+STYLE = (
+    "<style>text{fill:#223;stroke:#fff;stroke-width:4;paint-order:stroke}.box text{stroke:none}"
+    "path{fill:none;stroke:#334}marker path{fill:#334;stroke:none}rect{fill:#e8ebf8;stroke:#334}svg>rect{fill:#fff;stroke:none}"
+    "@media(prefers-color-scheme:dark){text{fill:#dde;stroke:#1e2129}path,rect{stroke:#aab}marker path{fill:#aab}"
+    "rect{fill:#333a52}svg>rect{fill:#1e2129}}</style>"
+)
+"""Colors of the page's own light and dark scheme."""
 MARKER = (
     '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" orient="auto">'
-    f'<path d="M0 0L10 5L0 10z" fill="{INK}"/></marker></defs>'
+    '<path d="M0 0L10 5L0 10z"/></marker></defs>'
 )
 
 
@@ -45,10 +52,11 @@ def draw(rows: Iterable[tuple[str, str, str]], title: str, states: Sequence[str]
     x = left.width + MARGIN
     clear = max((CHAR_W * len(row.event) - BOX_W / 2 for row in straight), default=0.0) + MARGIN
     width, total = x + BOX_W + max(right.width, clear) + MARGIN, y - GAP + MARGIN
+    width = max(width, 2 * MARGIN + TITLE_CHAR_W * len(title))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {total:.0f}" width="{width:.0f}"'
         f' height="{total:.0f}" role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="12">'
-        f'{MARKER}<rect width="100%" height="100%" fill="#fff"/>'
+        f'{STYLE}{MARKER}<rect width="100%" height="100%"/>'
         f'<text x="{MARGIN}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>'
     )
     parts = [head]
@@ -110,16 +118,15 @@ class Side:
 def _box(x: float, y: float, height: float, state: str) -> str:
     """Return a state's box."""
     middle = f'x="{x + BOX_W / 2}" y="{y + height / 2 + 5}" text-anchor="middle" font-size="14"'
-    frame = f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{height}" rx="8" fill="#e8ebf8" stroke="{INK}"/>'
-    return f"{frame}<text {middle}>{escape(state)}</text>"
+    frame = f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{height}" rx="8"/>'
+    return f'<g class="box">{frame}<text {middle}>{escape(state)}</text></g>'
 
 
 def _arrow(path: str) -> str:
     """Return an arrow along a path."""
-    return f'<path d="{path}" fill="none" stroke="{INK}" marker-end="url(#a)"/>'
+    return f'<path d="{path}" marker-end="url(#a)"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    """Return a line of text on a white ground, so that lines do not cross it."""
-    style = 'stroke="#fff" stroke-width="4" paint-order="stroke"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'
+    """Return a line of text, which the style gives a ground of its own, so that lines do not cross it."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -2,7 +2,7 @@
 
 Room that running jobs make reaches the job that it is for only if Slurm's own pass starts that one there. The
 reservations of the jobs before it move as soon as GPUs are free, so the pass is played with the GPUs free: without that
-half of the room in simulated weeks went to other jobs (docs/decisions, 0010).
+half of the room in simulated weeks went to other jobs (docs/decisions.md, 0010).
 """
 
 from __future__ import annotations
