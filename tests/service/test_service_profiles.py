@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from profile_files import HUNGRY, SATED, write_profile
-from service_rig import books, job, node
+from service_rig import books, gateway_without_agents, job, node
 
 from cadenza.policies.core.model import Job, Options
 from cadenza.slurm_plugin.service.observe.enrichment import with_profiles
@@ -161,3 +163,23 @@ def test_jobs_of_one_model_share_their_profile(tmp_path: Path) -> None:
     assert "v100" in third.profile_note
     assert (other.profile, other.progress, other.placement) == (None, None, ())
     assert [node.gpu_memory_gb for node in seen.nodes] == [80.0, 16.0]
+
+
+def test_a_waiting_job_that_stays_the_same_is_completed_once_until_profiles_change(tmp_path: Path) -> None:
+    waiting, runs = job(1, state="PENDING", slurm_priority=5, name="resnet"), job(2, node="n1", name="other")
+    now = [replace(books(waiting, runs), time_s=100.0)]
+    gateway = gateway_without_agents(SimpleNamespace(read=lambda: now[0]), tmp_path)
+    first = gateway.read()
+    now[0] = replace(now[0], time_s=115.0)
+    second = gateway.read()
+    assert second.jobs[0] is first.jobs[0]
+    assert second.jobs[0].progress is not None
+    assert second.jobs[1].progress is not None
+    assert second.jobs[1].progress.at_s == 115.0
+    # 1. A change of Slurm's, and a profile for it, which may be corrected each round.
+    now[0] = replace(now[0], jobs=(replace(waiting, slurm_priority=6), runs))
+    assert gateway.read().jobs[0].slurm_priority == 6
+    write_profile(tmp_path)
+    third = gateway.read()
+    assert third.jobs[0].profile is not None
+    assert gateway.read().jobs[0] is not third.jobs[0]

@@ -1,11 +1,13 @@
-"""The cluster as one gateway: a snapshot observed in four steps, and each action sent to Slurm or to the agents."""
+"""The cluster as one gateway: a snapshot observed in five steps, and each action sent to Slurm or to the agents."""
 
 from __future__ import annotations
 
 import logging
 import pwd
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from cadenza.policies.core.actions import (
     Action,
@@ -21,7 +23,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
@@ -29,13 +31,36 @@ from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.observe.enrichment import tunes_in_force, with_profiles, with_progress
 from cadenza.slurm_plugin.service.observe.lease_merge import Parts, half_given, merge, parts_by_job, with_leases
-from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
+from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 
 log = logging.getLogger(__name__)
 
 STALL_ANSWERS = 2
 """Slow answers in a row that are no load: slurmctld stands still for seconds when it cannot resolve a lost host."""
+
+
+class Waiting(NamedTuple):
+    """The jobs of a round as Slurm had them and as they were completed, to tell the waiting ones that stay the same."""
+
+    slurms: Sequence[Job]
+    completed: Sequence[Job]
+    library: Library
+
+    def kept(self, jobs: Sequence[Job], library: Library) -> Mapping[JobKey, Job]:
+        """Return those of the next round's jobs that nothing is to be added to but the time.
+
+        They wait as before, so no agent knows them, and no profile is for them. Most jobs of a large site are such.
+        """
+        if library is not self.library:
+            return {}
+        before = {
+            one.key: (one, completed)
+            for one, completed in zip(self.slurms, self.completed, strict=True)
+            if one.state == "PENDING" and completed.profile is None and not completed.profile_note
+        }
+        found = ((job, before.get(job.key)) for job in jobs)
+        return {job.key: pair[1] for job, pair in found if pair is not None and pair[0] is job}
 
 
 class ClusterGateway:
@@ -56,6 +81,7 @@ class ClusterGateway:
         self._hub = hub
         self._clock = clock
         self._parts: Mapping[JobKey, Parts] = {}
+        self._waiting = Waiting((), (), self.profiles.library)
         self._before = before
         self._tunes = {job.key: job.placement for job in before.jobs} if before is not None else {}
 
@@ -73,23 +99,30 @@ class ClusterGateway:
         return self._answers_s[-1] if self._answers_s else 0.0
 
     def read(self) -> ClusterSnapshot:
-        """Observe the cluster in four steps; errors of the Slurm gateway pass through."""
+        """Observe the cluster in five steps; errors of the Slurm gateway pass through."""
         # 1. Jobs and nodes as Slurm has them.
         began_s = self._clock.monotonic()
-        snapshot = self._slurm.read()
+        slurms = self._slurm.read()
         self._answers_s.append(self._clock.monotonic() - began_s)
-        # 2. One lease for each job out of the reports of its hosts' agents, and the lanes that are wanted.
-        agents = self._hub.agents()
-        self._parts = parts_by_job(snapshot, agents)
-        snapshot = self.with_lanes(with_leases(snapshot, agents, self._parts))
-        # 3. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
+        # 2. The profiles, and the jobs that wait as they did: nothing is to be added to them.
         if self.profiles.refresh():
             for problem in self.profiles.library.problems:
                 log.warning("profile not used: %s", problem)
+        kept = self._waiting.kept(slurms.jobs, self.profiles.library)
+        snapshot = replace(slurms, jobs=tuple([job for job in slurms.jobs if job.key not in kept])) if kept else slurms
+        # 3. One lease for each job out of the reports of its hosts' agents, and the lanes that are wanted.
+        agents = self._hub.agents()
+        self._parts = parts_by_job(snapshot, agents)
+        snapshot = self.with_lanes(with_leases(snapshot, agents, self._parts))
+        # 4. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         self._tunes = tunes_in_force(self._tunes, self._parts)
         snapshot = with_profiles(snapshot, self.profiles.library, self._tunes, self.gpu_memory_gb, self.refiner)
-        # 4. Each job's progress; its iteration times add to the beliefs about profiles.
+        # 5. Each job's progress; its iteration times add to the beliefs about profiles.
         snapshot = with_progress(snapshot, self._before)
+        if kept:
+            others = iter(snapshot.jobs)
+            snapshot = replace(snapshot, jobs=tuple([kept.get(job.key) or next(others) for job in slurms.jobs]))
+        self._waiting = Waiting(slurms.jobs, snapshot.jobs, self.profiles.library)
         if self.refiner is not None:
             self.refiner.watch(snapshot)
         self._before = snapshot

@@ -51,13 +51,16 @@ def with_profiles(
     def profiled(job: Job) -> Job:
         if job.options is None or not job.gpus:
             return job
-        placed = replace(job, placement=placement_of(job, by_name, tunes.get(job.key, ())))
+        placement = placement_of(job, by_name, tunes.get(job.key, ()))
+        placed = replace(job, placement=placement) if placement != job.placement else job
         names = job.nodes or job.required_nodes
         given = {by_name[name].gpu_type for name in names if name in by_name}
         choice = library.choose(job, given if names else types_in.get(job.partition, ()), every_type)
         if refiner is not None:
             node = by_name.get(job.nodes[0]) if job.nodes else None
             choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
+        if choice.profile is None and not choice.note:
+            return placed
         return replace(placed, profile=choice.profile, profile_note=choice.note)
 
     return replace(snapshot, nodes=nodes, jobs=each(snapshot.jobs, profiled))

@@ -262,6 +262,8 @@ def half_given(parts: Parts) -> tuple[str, ...]:
 def _unyielding_reason(parts: Parts, agents: Mapping[str, Agent]) -> str:
     """Return why a job is not asked to yield although all its ranks can stop at a boundary; "" otherwise."""
     reason = next((one.unyielding for one in parts.values() if one.unyielding), "")
+    if not reason:
+        return ""
     able = {host: structs.replace(one, ready=one.ready or bool(one.unyielding)) for host, one in parts.items()}
     return reason if _not_ready_reason(able, agents) is None else ""
 
