@@ -20,8 +20,9 @@ class AgentSettings(msgspec.Struct, frozen=True):
     service: Annotated[
         str,
         Meta(
-            description="Address of the policy service, such as tcp://ctl:6850; empty: none, jobs take turns locally",
-            pattern=r"^((tcp|ipc)://.+)?$",
+            description="Address of the policy service, such as tcp://ctl:6850, or of that of each controller, with "
+            "commas; empty: none, jobs take turns locally",
+            pattern=r"^((tcp|ipc)://[^,]+(,(tcp|ipc)://[^,]+)*)?$",
         ),
     ] = ""
     socket: Annotated[str, Meta(description="Unix socket that jobs and the SPANK plugin connect to", min_length=1)] = (

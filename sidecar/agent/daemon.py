@@ -126,9 +126,9 @@ class Daemon:
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
         self._tuner.recover()
-        self._link = Link(settings.service, keys) if keys else None
-        if self._link is not None:
-            self._poller.register(self._link.socket, zmq.POLLIN)
+        self._links = [Link(address, keys) for address in settings.service.split(",")] if keys else []
+        for one in self._links:
+            self._poller.register(one.socket, zmq.POLLIN)
         listener = Listener(Path(settings.socket))
         link.link(link.LIBRARY, Path(settings.socket).parent)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
@@ -213,8 +213,8 @@ class Daemon:
         self._tuner.restore()
         self._collector.close()
         self._prefetcher.close()
-        if self._link is not None:
-            self._link.close()
+        for one in self._links:
+            one.close()
         for descriptor in (*self._watched, *self._wakeup):
             os.close(descriptor)
         self._lock.close()
@@ -231,8 +231,9 @@ class Daemon:
         self.host.follow_clock()
         # 3. Record the messages of jobs, plugins and the service, and the ends of processes.
         ready = {one for one, _ in events}
-        if self._link is not None and self._link.socket in ready:
-            self._obey(self._link)
+        for one in self._links:
+            if one.socket in ready:
+                self._obey(one)
         if self._wakeup[0] in ready:
             os.read(self._wakeup[0], 512)
         ended = self._watched.keys() & ready  # the number of a connection that ends now may soon be a new pidfd's
@@ -361,10 +362,10 @@ class Daemon:
         messages, self.host.upward = self.host.upward, []
         if self._metrics is not None:
             self._metrics.messages(messages)
-        if self._link is not None:
-            self._link.send(messages)
-            if report := self._reporter.due():
-                self._link.send((report,))
+        if self._links and (report := self._reporter.due()):
+            messages = [*messages, report]
+        for one in self._links:  # the service of a controller in standby hears all, and says nothing
+            one.send(messages)
 
 
 def _free_memory() -> int:

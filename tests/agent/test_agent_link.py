@@ -163,6 +163,27 @@ def test_orders_make_jobs_take_turns_and_every_switch_is_measured(linked: Agent,
     service.wait_for(orders.Report, lambda report: not report.leases)
 
 
+def test_the_services_of_both_controllers_hear_an_agent_and_the_one_that_speaks_is_obeyed(
+    new_agent: Callable[..., Agent], service: Service, tmp_path: Path
+) -> None:
+    standby = Service(tmp_path / "keys")
+    try:
+        addresses = ",".join(f"tcp://127.0.0.1:{one.port}" for one in (service, standby))
+        agent = new_agent(service=addresses, service_timeout_s=20.0).up()
+        service.wait_for(orders.Report)
+        service.facts()
+        agent.talk().start(1, [0])
+        for speaks in (service, standby):
+            for one in (service, standby):
+                one.lease(1, lambda lease: lease.state == "held")
+            speaks.order(orders.YieldOrder, 1, timeout_s=5.0)
+            for one in (service, standby):
+                assert "no process has attached" in one.wait_for(orders.Switched).note
+                one.seen.clear()
+    finally:
+        standby.close()
+
+
 def test_a_yield_that_cannot_be_is_answered_at_once(linked: Agent, service: Service) -> None:
     linked.talk().start(1, [0])
     service.order(orders.YieldOrder, 1, timeout_s=5.0)

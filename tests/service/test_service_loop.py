@@ -39,6 +39,7 @@ from cadenza.policies.core.actions import (
 )
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
@@ -46,6 +47,7 @@ from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.service import lanes_on_demand, settings
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import RequestError
+from cadenza.slurm_plugin.service.failover.controllers import standby_reason
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
@@ -141,6 +143,56 @@ def _drain(agent: Peer) -> list[object]:
     with pytest.raises(AssertionError, match="no CancelOrder"):
         agent.receive(CancelOrder, 0.1)
     return list(agent.orders)
+
+
+# --- two controllers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pings", "before", "after"),
+    [
+        ([("ctl", True), ("ctl2", True)], "x", ""),
+        ([("ctl", False), ("ctl2", True)], "", "stands by: slurmctld of ctl2 is in control"),
+        ([("ctl2", True), ("ctl", True)], "", "stands by: slurmctld of ctl2 is in control"),
+        ([("ctl", False), ("ctl2", False)], "as before", "as before"),
+        ([("ctl", False)], "x", ""),
+        ([("one", False), ("two", True)], "x", ""),
+    ],
+)
+def test_the_service_acts_where_slurmctld_is_in_control(pings: list[tuple[str, bool]], before: str, after: str) -> None:
+    assert standby_reason("ctl", pings, before) == after
+
+
+def test_a_service_in_standby_is_silent_and_takes_over_with_what_the_other_has_left(rig: Rig) -> None:
+    agent = rig.agent()
+    heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+    assert rig.loop.round()
+    agent.receive(Facts)
+    reason = ["stands by: slurmctld of ctl2 is in control"]
+    rig.loop.standby_reason = lambda: reason[0]
+    # 1. The other service acts: this one says nothing, and does not undo the other's suspend and move as it ends.
+    theirs = (
+        job(1, state="SUSPENDED"),
+        job(3, "n1-l1", state="PENDING", slurm_priority=0, state_reason=REQUEUE_HOLD, submit_s=SystemClock().now()),
+        job(4, "n1-l1", state="PENDING", slurm_priority=0, state_reason=REQUEUE_HOLD),
+        job(2, "n1-l1"),
+    )
+    rig.slurm.write(books(*theirs))
+    heard(rig, agent, lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=0.1))
+    with running(rig.loop):
+        eventually(lambda: not rig.loop.acting)
+        said = _drain(agent)
+        assert not agent.pending()
+        assert rig.loop.illness() == "" or reason[0] in rig.loop.illness()
+        assert rig.slurm.actions() == []
+        # 2. Its host is lost: what it has suspended is resumed in turn, and its move's job is released.
+        reason[0] = ""
+        agent.orders.clear()
+        heard(rig, agent, lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=50.0, vtime_s=150.0))
+        eventually(lambda: {"Unsuspend 1", "Release 3"} <= set(rig.slurm.actions()))
+        agent.receive(Facts)
+    assert "Release 4" not in rig.slurm.actions(), "an older hold is its holder's"
+    assert said
 
 
 def test_observe_only_sends_nothing_and_records_what_it_would(tmp_path: Path) -> None:

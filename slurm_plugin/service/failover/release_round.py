@@ -22,12 +22,16 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import Clock, Gateway, RoundReport
+from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.lanes import drained_by_us
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 UNKNOWN_FACTOR = -1
 """Stands for the SiteFactor of a job of which no record tells it."""
+IN_TRANSIT_S = 300.0
+"""A job that was requeued into a hold this short a time before the service of another host went may be on a move of
+that service's, whose record is lost with the host."""
 
 
 def adopted(snapshot: ClusterSnapshot) -> Memory:
@@ -47,6 +51,27 @@ def adopted(snapshot: ClusterSnapshot) -> Memory:
         drained=frozenset(
             node.name for node in snapshot.nodes if node.drained and node.lane > 0 and drained_by_us(node, Memory())
         ),
+    )
+
+
+def taken_over(memory: Memory, snapshot: ClusterSnapshot, *, stale: bool) -> Memory:
+    """Return the memory of a service that acts after the one of another host, whose record it does not have.
+
+    ``stale``: this one has not acted for so long that SiteFactors of its own record may have changed since.
+    """
+    theirs = adopted(snapshot)
+    held = {
+        job.key: snapshot.time_s
+        for job in snapshot.jobs
+        if job.held and job.opted_in and job.state_reason == REQUEUE_HOLD
+        if snapshot.time_s - job.submit_s <= IN_TRANSIT_S  # a requeue submits it anew
+    }
+    return replace(
+        memory,
+        suspended=memory.suspended | theirs.suspended,
+        drained=memory.drained | theirs.drained,
+        held={**held, **memory.held},
+        factors=theirs.factors if stale else memory.factors,
     )
 
 
