@@ -22,7 +22,7 @@ BY_WHEELS = os.environ.get("WAY") == "wheels"
 REPEATED = {
     "cadenza doctor": f"OK   plugin: for Slurm {re.escape(RELEASE)}",
     "cadenza top --once": r"▶ \d+ .*‖ \d+ |‖ \d+ .*▶ \d+ ",
-    'scancel "$job"': "",
+    'cadenza why "$job"': "",
 }
 """Last lines of blocks that a person repeats until the daemons have come so far, and what they then print."""
 LEFT = """
@@ -58,8 +58,9 @@ def test_a_block_of_install_works(site: Site, block: Block, printed: list[str]) 
 
 
 def test_the_job_has_moved_and_says_so(site: Site) -> None:
-    output = site.said("ctl", f"cat {SHARED}/slurm-*.out")
-    assert re.search(r"checkpoint of step [1-9]\d* saved .*\n(.*\n)*cadenza: continues at step [1-9]", output), output
+    told = r"cadenza: moves to gpu2 .* checkpoint of step ([1-9]\d*) saved(.*\n)*cadenza: continues at step \1 "
+    wait_for("the job's output", lambda: re.search(told, site.said("ctl", f"cat {SHARED}/slurm-*.out")), site.patience_s)
+    site.said("ctl", "scancel --name=moves")
 
 
 @pytest.mark.parametrize(
