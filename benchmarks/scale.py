@@ -46,6 +46,7 @@ from cadenza.policies.core.actions import (
     Suspend,
     Unsuspend,
 )
+from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, JobTelemetry, LeaseReport, Receipt, Report
@@ -389,9 +390,9 @@ class Agents:
         """Let all agents report."""
         self.now = {host: Agent(report, True, 1.0) for host, report in self.site.reports().items()}
 
-    def agents(self) -> Mapping[str, Agent]:
+    def agents(self, hosts: Iterable[str] | None = None) -> Mapping[str, Agent]:
         """Return their last reports."""
-        return dict(self.now)
+        return dict(self.now) if hosts is None else {host: self.now[host] for host in hosts}
 
     def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Let a job stop."""
@@ -485,15 +486,22 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
     store = SqliteStore(folder / "cadenza.db", clock)
     loop = Loop(settings, Parts(slurm, hub, store), clock, Random(1))  # type: ignore[arg-type]
     watch = Watch()
+
+    def whole_round(loop: Loop) -> bool:
+        """Run a round as ``Loop.run`` does."""
+        with uncollected():
+            good = loop.round()
+        loop._collect()
+        return good
+
     for owner, name, step in (
-        (loop, "round", "rest"), (slurm, "read", "read"), (loop._gateway, "read", "merge"),
+        (loop, "round", "rest"), (loop, "_collect", "rest"), (slurm, "read", "read"), (loop._gateway, "read", "merge"),
         (loop, "_decide", "decide"), (loop._gateway, "apply", "apply"), (store, "check", "record"),
         (store, "begin", "record"), (store, "finish", "record"), (store, "amend", "record"),
         (store, "record", "record"),
     ):  # fmt: skip
         watch.over(owner, name, step)
     found, kinds = [], defaultdict(int)
-    gc.freeze()
     for number in range(rounds + 1):
         hub.renew()
         listed = site.write()
@@ -502,10 +510,10 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
             import cProfile
 
             with cProfile.Profile() as profiler:
-                good = loop.round()
+                good = whole_round(loop)
             profiler.dump_stats(profile)
         else:
-            good = loop.round()
+            good = whole_round(loop)
         if not good:
             raise SystemExit("a round failed")
         cpu, wall = watch.take()

@@ -14,6 +14,8 @@ from cadenza.policies.ledger import remember
 from cadenza.policies.supervision import supervised
 
 Decide: TypeAlias = Callable[[ClusterSnapshot, Memory], Decision]
+LATE_PART = 0.25
+"""Part of the deadline for actions of a round whose decision came late: a site that is slow must get on, too."""
 
 
 class Gateway(Protocol):
@@ -63,7 +65,7 @@ class Live:
     settings: Callable[[], GuardSettings]
     """The guard's settings as they are now, read before each action leaves."""
     deadline_s: float
-    """Seconds after a round's start in which its actions may leave."""
+    """Seconds after a round's start in which its actions may leave; at least a quarter of it since the first could."""
     left_alone: Mapping[JobKey, str] = field(default_factory=dict)
     """Jobs that earlier rounds have left alone, with the reason."""
 
@@ -109,8 +111,15 @@ def run_round(
     # 3. Let the actions leave.
     gate = Guard(snapshot, before)
     outcomes = []
+    until_s = 0.0
     for action in allowed:
-        reason = _late_reason(action, gate, live, clock.now() - started) if live is not None else None
+        reason = None
+        if live is not None:
+            passed_s = clock.now() - started
+            until_s = until_s or max(live.deadline_s, passed_s + LATE_PART * live.deadline_s)
+            reason = gate.refusal_reason(action, live.settings())
+            if passed_s > until_s:
+                reason = f"deadline: the round has taken {passed_s:.0f} s, the rest is decided anew"
         outcome = gateway.apply(action) if reason is None else Outcome(ok=False, error=reason, left=False)
         outcomes.append((action, outcome))
     store.finish(number, outcomes, clock.now() - started)
@@ -126,10 +135,3 @@ def _draft(
     memory = remember(decision.memory, (item.action for item in guarded if item.allowed), snapshot)
     store.check(snapshot, decision, memory)
     return decision, guarded, memory
-
-
-def _late_reason(action: Action, gate: Guard, live: Live, passed_s: float) -> str | None:
-    """Return why an allowed action must not leave any more, None if it may."""
-    if passed_s > live.deadline_s:
-        return f"deadline: the round has taken {passed_s:.0f} s, the rest is decided anew"
-    return gate.refusal_reason(action, live.settings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from cadenza.policies.core.actions import Yield
 from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
 from cadenza.policies.core.text import printable
@@ -41,7 +43,15 @@ from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.slurm_requeues import SlurmRequeues
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
-from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
+from cadenza.slurm_plugin.service.settings import (
+    MISSED_ROUNDS,
+    Settings,
+    gpu_memory,
+    guard_settings,
+    hub_settings,
+    policy,
+    to_record,
+)
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 if TYPE_CHECKING:
@@ -99,6 +109,9 @@ class Loop:
         """When that was, seconds since the epoch."""
         self.pause_s = 0.0
         """Time between regular rounds at present, seconds."""
+        self._round_s = 0.0
+        """Time that the last round took, seconds."""
+        self._collect_s = clock.monotonic()
         self.metrics: RoundMetrics | None = None
         self._error = ""
         """What ended the last round, "" for nothing."""
@@ -132,22 +145,39 @@ class Loop:
         self._gateway.with_lanes = self._with_lanes
         self._use(settings)
 
+    @property
+    def trust_s(self) -> float:
+        """Time after a good round for which it counts, seconds: several rounds, which a large site has less often."""
+        return max(self.settings.trust_s, MISSED_ROUNDS * max(self.pause_s, self._round_s))
+
     # --- life ------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Give the agents time to connect, so that the first round does not take them for dead."""
+        """Give the agents time to connect, so that the first round does not take them for dead.
+
+        It lasts until all are there that the last round knew, or no further one has come for some heartbeats.
+        """
         last = self._store.last_snapshot()
         expected = frozenset(host.name for host in last.hosts if host.agent_alive) if last else frozenset()
-        until_s = self._clock.monotonic() + SETTLE_HEARTBEATS * self.settings.agent.heartbeat_s
-        while not self.stop and (left_s := until_s - self._clock.monotonic()) > 0:
+        began_s = now_s = self._clock.monotonic()
+        came, until_s = 0, now_s
+        while not self.stop:
             alive = {host for host, agent in self._hub.agents().items() if agent.alive}
             if expected and expected <= alive:
                 return
+            if len(alive) > came or now_s == began_s:
+                came = len(alive)
+                patience_s = SETTLE_HEARTBEATS * self.settings.agent.heartbeat_s
+                until_s = min(now_s + patience_s, began_s + max(patience_s, self.settings.trust_s))
+            if (left_s := until_s - now_s) <= 0:
+                return
+            self.beat()
             self._hub.wait(min(left_s, NAP_S))
+            now_s = self._clock.monotonic()
 
     def run(self, reload: Reload, each_nap: Callable[[], object]) -> None:
         """Run rounds until ``stop``; ``each_nap`` is called at least every second between them."""
-        self.beat = each_nap
+        self.beat = self._gateway.beat = each_nap
         while not self.stop:
             if self.reload:
                 self.reload = False
@@ -155,8 +185,23 @@ class Loop:
             began_s = self._clock.monotonic()
             self._follow_slurmctld()
             if self.acting:
-                self.round()
+                with uncollected():
+                    self.round()
+                self._collect()
+            self._round_s = self._clock.monotonic() - began_s
             self._wait(began_s, each_nap)
+
+    def _collect(self) -> None:
+        """Collect the cycles of the last round, now and then all: what a round makes is free without that.
+
+        During rounds of a large site it would take a third of the time.
+        """
+        now_s = self._clock.monotonic()
+        if now_s >= self._collect_s:
+            self._collect_s = now_s + FORGET_PERIOD_S
+            gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # the next collection leaves out what is there now
 
     def _follow_slurmctld(self) -> None:
         """Act only where slurmctld is in control: stand by without a word to the agents, or take over."""
@@ -188,7 +233,7 @@ class Loop:
                 self.metrics.failed()
             log.error("round failed (%d in a row): %s: %s", self.failures, type(error).__name__, error)  # noqa: TRY400
             log.debug("the traceback", exc_info=True)
-            if self._clock.monotonic() - self._good_s > self.settings.trust_s:
+            if self._clock.monotonic() - self._good_s > self.trust_s:
                 self._undo()
             return False
         self.failures, self._error = 0, ""
@@ -199,7 +244,7 @@ class Loop:
         if self.last is None:
             return self._error or "no round has ended yet"
         age_s = self._clock.monotonic() - self._good_s
-        late = age_s > self.settings.trust_s
+        late = age_s > self.trust_s
         return f"no good round for {age_s:.0f} s: {self._error or 'it takes long'}" if late else ""
 
     def _round(self) -> None:
@@ -210,13 +255,13 @@ class Loop:
         if self._store.fresh:
             self._store.adopt(adopted(self._gateway.read()))
         elif self._takes_over:
-            stale = self.good_at_s is None or self._clock.now() - self.good_at_s > self.settings.trust_s
+            stale = self.good_at_s is None or self._clock.now() - self.good_at_s > self.trust_s
             self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), stale=stale))
         before = move_requests.take(self._store.path, self._store.memory(), self._clock.now())
         self._store.adopt(before)
         # 3. Observe, decide, guard, write down, apply.
         rules = self._rules()
-        live = Live(self._rules, self.settings.trust_s, self._still_left_alone())
+        live = Live(self._rules, self.trust_s, self._still_left_alone())
         report = run_round(
             times.timed(self._gateway, {"read": "read", "apply": "apply"}),
             self._clock,
@@ -239,7 +284,7 @@ class Loop:
         self._takes_over = False
         with times.step("facts"):
             facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
-            self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
+            self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.trust_s))
         for action, outcome in report.outcomes:
             log_action(action, outcome)
         # 7. Store the beliefs about profiles that this round changed.
@@ -347,7 +392,7 @@ class Loop:
         due_s = began_s + self.pause_s
         spacing_s = self.settings.service.min_round_spacing_s
         prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))
-        earliest_s = began_s + early_s(spacing_s, load_s, self.failures, prompt=prompt)
+        earliest_s = began_s + max(early_s(spacing_s, load_s, self.failures, prompt=prompt), 2 * self._round_s)
         leaving = jobs_in_transit(moves, self._clock.now())
         turns = cycle(leaving)
         while not (self.stop or self.reload) and (left_s := due_s - self._clock.monotonic()) > 0:

@@ -260,6 +260,22 @@ def test_actions_leave_within_the_deadline_only():
     assert report.outcomes[3][1].error == "deadline: the round has taken 4 s, the rest is decided anew"
 
 
+def test_the_first_actions_of_a_round_that_is_late_leave_all_the_same():
+    """Where reading and deciding took longer than the deadline, no action ever left."""
+    gateway, records, clock = SmallCluster(cluster(*CROWD)), Records(OURS), Ticks()
+
+    def slow(snapshot, memory):
+        for _ in range(100):
+            clock.now()
+        return Pipeline(stages_of("timeslice", SHARING, GandivaSettings(), allocates=False), SHARING).decide(
+            snapshot, memory
+        )
+
+    report = run_round(gateway, clock, records, slow, GUARD, Live(lambda: GUARD, deadline_s=8.0))
+    assert [outcome.left for _, outcome in report.outcomes] == [True, True, True, False, False]
+    assert report.outcomes[3][1].error.startswith("deadline: the round has taken 104 s")
+
+
 STRANGER = job(9, nodes=("node2",), lease=lease("held", 3, hosts=("node2",)))
 
 

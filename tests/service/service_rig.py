@@ -30,7 +30,7 @@ BOOKS = "CADENZA_TEST_BOOKS"
 class NoAgents:
     """A hub to which no agent ever connected."""
 
-    def agents(self) -> dict[str, Agent]:
+    def agents(self, _hosts: object = None) -> dict[str, Agent]:
         return {}
 
 

@@ -23,6 +23,7 @@ from service_rig import (
     lease,
     make_keys,
     node,
+    report,
     write_config,
 )
 
@@ -38,20 +39,21 @@ from cadenza.policies.core.actions import (
     Unsuspend,
 )
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Host, JobKey
 from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.service import lanes_on_demand, settings
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.failover.controllers import standby_reason
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
-from cadenza.slurm_plugin.service.settings import guard_settings, hub_settings, load_settings
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -516,3 +518,52 @@ def test_notify_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         assert notify("READY=1")
         assert manager.recv(100) == b"READY=1"
+
+
+# --- Large sites ---------------------------------------------------------------------------------------------------
+
+
+class Arriving:
+    """A hub whose agents connect one after another, on a clock of its own."""
+
+    def __init__(self, arrivals_s: list[float]) -> None:
+        self.arrivals_s, self.now_s, self.stop = arrivals_s, 0.0, False
+        self.settings = Settings()
+        self.beats = 0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def agents(self) -> dict[str, Agent]:
+        here = [at for at, when_s in enumerate(self.arrivals_s) if when_s <= self.now_s]
+        return {f"n{at}": Agent(report(f"n{at}"), alive=True, silent_s=0.0) for at in here}
+
+    def wait(self, timeout_s: float) -> None:
+        self.now_s += timeout_s
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def last_snapshot(self) -> ClusterSnapshot:
+        hosts = tuple(Host(f"n{at}", agent_alive=True) for at in range(len(self.arrivals_s)))
+        return replace(books(), hosts=hosts)
+
+    @property
+    def settled_s(self) -> float:
+        self._hub = self._clock = self._store = self
+        Loop.settle(self)  # type: ignore[arg-type]
+        return self.now_s
+
+
+def test_a_restart_waits_as_long_as_expected_agents_come() -> None:
+    """It waited six seconds whatever their number, and then closed the lanes of all that had not come yet."""
+    assert Arriving([0.4 * at for at in range(100)]).settled_s == pytest.approx(39.6, abs=0.5)
+    assert Arriving([1.0, 2.0, 1e9]).settled_s == pytest.approx(8.0, abs=0.5), "one never comes"
+    assert Arriving([5.0 * at for at in range(1000)]).settled_s <= 60.5
+    assert Arriving([1e9]).settled_s == pytest.approx(6.0, abs=0.5)
+
+
+def test_rounds_that_are_far_apart_are_trusted_for_longer(rig: Rig) -> None:
+    assert rig.loop.trust_s == rig.loop.settings.trust_s
+    rig.loop.pause_s = rig.loop.settings.trust_s
+    assert rig.loop.trust_s == 4 * rig.loop.settings.trust_s

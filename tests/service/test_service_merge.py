@@ -311,7 +311,7 @@ class Link:
         self.found = found
         self.calls: list[tuple[object, ...]] = []
 
-    def agents(self) -> dict[str, Agent]:
+    def agents(self, _hosts: object = None) -> dict[str, Agent]:
         return self.found
 
     def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:

@@ -25,7 +25,7 @@ class Link:
     def __init__(self) -> None:
         self.sent: list[tuple[JobKey, dict[str, Share], dict[str, int | None]]] = []
 
-    def agents(self) -> dict[str, Agent]:
+    def agents(self, _hosts: object = None) -> dict[str, Agent]:
         parts = {host: lease(1, "held", node=f"{host}-l1", hosts=2, world_size=2) for host in ("n1", "n2")}
         return {host: Agent(report(host, part), alive=True, silent_s=0.0) for host, part in parts.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -104,19 +104,15 @@ class AgentRegistry:
                 events.append(Event(epoch_s, "agent-down", host, detail=detail))
         return tuple(events)
 
-    def agents(self, monotonic_s: float) -> Mapping[str, Agent]:
-        """Return every agent that ever reported, by host."""
-        silent_s = {host: monotonic_s - entry.arrived_s for host, entry in self._entries.items()}
-        return {
-            host: Agent(
-                entry.report,
-                silent_s[host] <= self._alive_s and not entry.refused,
-                silent_s[host],
-                self.ahead_s(host),
-                entry.refused,
-            )
-            for host, entry in self._entries.items()
-        }
+    def agents(self, monotonic_s: float, hosts: Iterable[str] | None = None) -> Mapping[str, Agent]:
+        """Return every agent that ever reported, or those of some hosts, by host."""
+        found = {}
+        for host in self._entries if hosts is None else self._entries.keys() & set(hosts):
+            entry = self._entries[host]
+            silent_s = monotonic_s - entry.arrived_s
+            alive = silent_s <= self._alive_s and not entry.refused
+            found[host] = Agent(entry.report, alive, silent_s, self.ahead_s(host), entry.refused)
+        return found
 
     def ahead_s(self, host: str) -> float:
         """Return the seconds by which a host's clock is ahead of the service's; 0 if it is about right, or unknown.

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -146,6 +146,8 @@ class Hub:
         self._messages: SimpleQueue[ForRecord] = SimpleQueue()
         self._woken = threading.Event()
         self._sheet = FactSheet({}, 0.0, 0.0)
+        self._hosts_of: Mapping[JobKey, list[str]] = {}
+        """Hosts in whose facts each job is."""
         self._sheet_until_s = 0.0
         self._next_beat_s = 0.0
         self._running = False
@@ -181,9 +183,9 @@ class Hub:
 
     # --- for the loop -------------------------------------------------------------------------------------
 
-    def agents(self) -> Mapping[str, Agent]:
-        """Return every agent's last report, by host."""
-        return self._ask(lambda: self._registry.agents(self._clock.monotonic()))
+    def agents(self, hosts: Iterable[str] | None = None) -> Mapping[str, Agent]:
+        """Return the last report of every agent, or of those of some hosts, by host."""
+        return self._ask(lambda: self._registry.agents(self._clock.monotonic(), hosts))
 
     def send(self, orders: Orders) -> Outcome:
         """Send each order to its host; the outcome names the hosts that are not connected."""
@@ -242,6 +244,10 @@ class Hub:
         def take() -> None:
             now_s = self._clock.monotonic()
             self._sheet, self._sheet_until_s = sheet, now_s + sheet.valid_s
+            self._hosts_of = defaultdict(list)
+            for host, facts in sheet.facts.items():
+                for job in facts.jobs:
+                    self._hosts_of[JobKey(job.job, job.restart)].append(host)
             self._next_beat_s = now_s + self.settings.heartbeat_s
             for message in self._attribution.update(sheet.facts, sheet.at_s):
                 self._messages.put(message)
@@ -348,7 +354,8 @@ class Hub:
 
     def _mark(self, key: JobKey, *, suspended: bool) -> None:
         facts = dict(self._sheet.facts)
-        for host, sent in facts.items():
+        for host in self._hosts_of.get(key, ()):
+            sent = facts[host]
             jobs = tuple(
                 msgspec.structs.replace(job, suspended=suspended) if (job.job, job.restart) == key else job
                 for job in sent.jobs

@@ -73,6 +73,8 @@ class ClusterGateway:
         self.profiles = ProfileDirectory(None)
         self.with_lanes: Callable[[ClusterSnapshot], ClusterSnapshot] = lambda snapshot: snapshot
         """Adds the number of lanes that each host is to have on demand."""
+        self.beat: Callable[[], object] = lambda: None
+        """Called between the steps of a reading, which takes long on a large site."""
         self.gpu_memory_gb: Mapping[str, float] = {}
         """By GPU type, "" for the types that are not named."""
         self.refiner: Refiner | None = None
@@ -111,9 +113,11 @@ class ClusterGateway:
         kept = self._waiting.kept(slurms.jobs, self.profiles.library)
         snapshot = replace(slurms, jobs=tuple([job for job in slurms.jobs if job.key not in kept])) if kept else slurms
         # 3. One lease for each job out of the reports of its hosts' agents, and the lanes that are wanted.
+        self.beat()
         agents = self._hub.agents()
         self._parts = parts_by_job(snapshot, agents)
         snapshot = self.with_lanes(with_leases(snapshot, agents, self._parts))
+        self.beat()
         # 4. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         self._tunes = tunes_in_force(self._tunes, self._parts)
         snapshot = with_profiles(snapshot, self.profiles.library, self._tunes, self.gpu_memory_gb, self.refiner)
@@ -198,10 +202,9 @@ class ClusterGateway:
     def _suspend(self, action: Suspend) -> Outcome:
         """Suspend a job after its agents were informed, unless they report it as running since the snapshot."""
         self._hub.mark_suspended(action.job, suspended=True)
-        agents = self._hub.agents()
+        agents = self._hub.agents(self._parts.get(action.job, ()))
         seen = self._before or ClusterSnapshot(self._clock.now(), (), ())
-        its_own = {host: agents[host] for host in self._parts.get(action.job, ()) if host in agents}
-        parts = parts_by_job(seen, its_own).get(action.job)
+        parts = parts_by_job(seen, agents).get(action.job)
         if parts and not action.repair and merge(parts, agents).state in ("held", "stopping"):
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:
