@@ -50,7 +50,8 @@ def main(config: Path, *, jobs: bool, as_json: bool, debug: bool) -> None:
     try:
         if jobs:
             found = jobs_here(load_settings(config))
-            click.echo(msgspec.json.encode(found).decode() if as_json else "\n".join((HEADER, *map(str, found))))
+            rows = {"schema": "cadenza.jobs-here/1", "rows": found}
+            click.echo(msgspec.json.encode(rows).decode() if as_json else "\n".join((HEADER, *map(str, found))))
             return
         # its own uid may register jobs besides root, so that it can be tried without root
         Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()

@@ -66,9 +66,25 @@ class JobId(NumberType):
         return numbers[0]
 
 
-def emit(value: Any) -> None:
-    """Print one value as one line of JSON, in ASCII where a terminal would obey a character."""
-    text = msgspec.json.encode(value).decode()
+SCHEMAS = (
+    "cadenza.config/1", "cadenza.doctor/1", "cadenza.lanes/1", "cadenza.leftovers/1", "cadenza.move/1",
+    "cadenza.plan/1", "cadenza.profile-pair/1", "cadenza.profile-run/1", "cadenza.profiles/1",
+    "cadenza.release/1", "cadenza.report/1", "cadenza.sharing/1", "cadenza.simulate/1", "cadenza.sweep/1",
+    "cadenza.sweep-progress/1", "cadenza.top/1", "cadenza.watch/1", "cadenza.whatif/1", "cadenza.why/1",
+)  # fmt: skip
+"""Names and versions of what ``--json`` prints. A key that goes or changes its meaning raises the number."""
+
+
+def emit(schema: str, value: Any) -> None:
+    """Print one value as one line of JSON, in ASCII where a terminal would obey a character.
+
+    Its first key is ``schema``, one of ``SCHEMAS``; a list is under ``rows``.
+    """
+    plain = msgspec.to_builtins(value)
+    fields = plain if isinstance(plain, dict) else {"rows": plain}
+    text = msgspec.json.encode(
+        {"schema": schema, **{key: one for key, one in fields.items() if key != "schema"}}
+    ).decode()
     click.echo(text if text.isprintable() else json.dumps(json.loads(text), ensure_ascii=True, separators=(",", ":")))
 
 

@@ -20,7 +20,6 @@ from cadenza.slurm_plugin.report.stats import clear, estimate
 from cadenza.slurm_plugin.report.units import HOUR_S
 
 T = TypeVar("T", int, str)
-SCHEMA = "cadenza.report/1"
 MIN_RELATIVE_DIFFERENCE = 0.005
 """Least difference that counts as better or worse."""
 MAX_ROWS = 12
@@ -254,7 +253,6 @@ def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, 
 def plain(comparison: Comparison, page: str) -> dict[str, Any]:
     """Return a comparison as JSON types; names and units are those of `cadenza simulate --json`."""
     return {
-        "schema": SCHEMA,
         "page": page,
         "baseline": comparison.baseline.label,
         "notes": list(comparison.notes),

@@ -145,7 +145,7 @@ def test_the_command_reads_a_node_through_nvml_and_tries_its_driver(tmp_path: Pa
         done = subprocess.run(
             [*command, "--config", str(config)], env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
-        return done.returncode, {row["about"]: row for row in json.loads(done.stdout)}
+        return done.returncode, {row["about"]: row for row in json.loads(done.stdout)["rows"]}
 
     def tried(fault: str) -> tuple[int, str]:
         (stub / fault).write_text("1")

@@ -67,12 +67,12 @@ def test_the_list_has_every_further_lane_that_is_there_or_wanted(
     config: Path, snapshot: ClusterSnapshot, row: tuple[str, bool, bool, str, str]
 ) -> None:
     fill(config, snapshot, apply=True)
-    (found,) = json.loads(run(config, "lanes", "--json").stdout)
+    (found,) = json.loads(run(config, "lanes", "--json").stdout)["rows"]
     assert (found["node"], found["on_demand"], found["wanted"], found["state"]) == row[:4]
     assert found["reason"].startswith(row[4])
     assert bool(found["reason"]) == bool(row[4])
     assert run(config, "lanes").stdout.startswith(f"n1-l1: {row[3]}")
-    assert json.loads(run(config, "lanes", "n2", "--json").stdout) == []
+    assert json.loads(run(config, "lanes", "n2", "--json").stdout)["rows"] == []
 
 
 def test_top_why_and_doctor_name_a_lane_that_could_not_be_opened(config: Path) -> None:

@@ -1,4 +1,4 @@
-"""cadenza plan and cadenza leftovers: the lines of a site, their check, and what is left."""
+"""cadenza plan: the lines of a site, their check, and what is left."""
 
 from __future__ import annotations
 
@@ -349,7 +349,9 @@ def test_setup_proposes_the_weights_by_which_jobs_can_make_way(
     said = command("plan", "--partition", "shared", "--file", "cadenza.conf").output.splitlines()
     assert [line.partition(":")[0] for line in said if "Priority" in line] == lines
     done = command("plan", "--partition", "shared", "--check", "--json")
-    failed = [row["about"] for row in json.loads(done.stdout) if row["level"] == "FAIL" and "Prio" in row["about"]]
+    failed = [
+        row["about"] for row in json.loads(done.stdout)["rows"] if row["level"] == "FAIL" and "Prio" in row["about"]
+    ]
     assert len(failed) == len(lines)
 
 
@@ -360,7 +362,7 @@ def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_p
     assert "PrologFlags=Alloc,Contain" in said
     assert not [word for word in ("NodeName", "SlurmdSpoolDir", "SlurmdPidFile", "drain", "slurmd@") if word in said]
     done = command("plan", "--partition", "shared", "--check", "--json")
-    found = {row["about"].rpartition("/")[2]: row["level"] for row in json.loads(done.stdout)}
+    found = {row["about"].rpartition("/")[2]: row["level"] for row in json.loads(done.stdout)["rows"]}
     assert [found[name] for name in ("node1", "node2", "partition shared", "lua.conf")] == ["OK", "OK", "OK", "FAIL"]
     (tmp_path / "bin" / "nodes").write_text(RECORDED)
     assert command("plan", "--partition", "shared", "--file", "lua.conf").output.endswith("lanes=2\n"), "as Slurm has"
@@ -386,7 +388,7 @@ def test_bad_input_ends_with_2(command: Callable[..., Result], words: tuple[str,
 
 def test_an_answer_that_is_not_slurms_ends_with_2(command: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "bin" / "nodes").write_text('{"nodes": 5}')
-    for words in (("plan", "--partition", "shared"), ("leftovers",)):
+    for words in (("plan", "--partition", "shared"), ("plan", "--remove")):
         done = command(*words)
         assert (done.exit_code, "scontrol show node --json" in done.stderr) == (2, True)
 
@@ -415,7 +417,9 @@ def test_the_check_of_a_plain_site_fails_with_the_lines(command: Callable[..., R
     done = command("plan", "--partition", "shared", "--lanes", "2", "--check", "--json")
     assert done.exit_code == 1
     failed = {
-        row["about"].rpartition("/")[2]: row["advice"] for row in json.loads(done.stdout) if row["level"] == "FAIL"
+        row["about"].rpartition("/")[2]: row["advice"]
+        for row in json.loads(done.stdout)["rows"]
+        if row["level"] == "FAIL"
     }
     assert failed["node1-l1"].startswith("NodeName=node1-l1 NodeHostname=node1")
     assert {"PrologFlags", "partition shared", "job_submit.lua", "plugstack.conf", "lua.conf", "cadenza.toml"} <= set(
@@ -443,7 +447,7 @@ def test_the_files_of_a_finished_site_are_found(tmp_path: Path) -> None:
 
 def test_leftovers_without_slurm_says_so(command: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
-    done = command("leftovers", "--json")
+    done = command("plan", "--remove", "--json")
     assert (done.exit_code, "no controller" in done.stderr) == (3, True)
     assert str(tmp_path) in done.stdout, "the folder with the settings"
 

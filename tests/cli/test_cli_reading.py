@@ -158,7 +158,7 @@ def test_top_on_screen_names_every_job_without_color(sharing: Path) -> None:
     done = run("top", "--once", "--config", str(sharing))
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
-    for text in ("▶ 1 first", "‖ 2 second", "n1:0", "wants 2", "agents 1/1", "apply"):
+    for text in ("▶ 1 first", "‖ 2 second", "n1:gpu0-1", "wants 2", "agents 1/1", "apply"):
         assert text in done.stdout
 
 
@@ -231,7 +231,9 @@ def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None
     fill(sharing, cluster(job(1, "first", "held"), ours, theirs), apply=True)
     assert run("release", "4", "--config", str(sharing)).exit_code == 1
     done = run("release", "--all", "--json", "--config", str(sharing))
-    assert [(row["action"], row["job"][0], row["ok"]) for row in json.loads(done.stdout)] == [("Unsuspend", 2, True)]
+    assert [(row["action"], row["job"][0], row["ok"]) for row in json.loads(done.stdout)["rows"]] == [
+        ("Unsuspend", 2, True)
+    ]
     assert (tmp_path / "snapshot.log").read_text().splitlines()[-1] == "Unsuspend 2"
     assert "is paused" not in done.stderr
     assert not (tmp_path / "STOP").exists()
@@ -251,7 +253,7 @@ def test_release_needs_no_readable_round(sharing: Path) -> None:
     fill(sharing, cluster(job(1, "first", "held"), ours), apply=True)
     damage(sharing, "UPDATE rounds SET snapshot = x'00', memory = x'00'", "PRAGMA user_version = 99")
     done = run("release", "--all", "--json", "--config", str(sharing))
-    assert (done.exit_code, [row["action"] for row in json.loads(done.stdout)]) == (0, ["Unsuspend"])
+    assert (done.exit_code, [row["action"] for row in json.loads(done.stdout)["rows"]]) == (0, ["Unsuspend"])
 
 
 @pytest.mark.parametrize("lost", ["missing", "damaged"])
@@ -296,7 +298,7 @@ def test_release_sets_sitefactors_back(sharing: Path, tmp_path: Path) -> None:
         store.begin(seen, Decision((), memory), (), memory)
     assert run("release", "3", "--config", str(sharing)).stdout == "setfactor job 3: done\n"
     done = run("release", "--all", "--json", "--config", str(sharing))
-    assert [(row["action"], row["job"][0], row["factor"]) for row in json.loads(done.stdout)] == [
+    assert [(row["action"], row["job"][0], row["factor"]) for row in json.loads(done.stdout)["rows"]] == [
         ("SetFactor", 1, 0),
         ("SetFactor", 3, 0),
     ]

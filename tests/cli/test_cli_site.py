@@ -78,6 +78,16 @@ def test_keygen_rotates_a_key_and_keeps_the_one_that_the_agent_has(tmp_path: Pat
     assert not old.exists()
 
 
+def test_keygen_rotates_the_keys_of_all_hosts(tmp_path: Path) -> None:
+    keys = tmp_path / "agents"
+    assert run("keygen", "n1", "n2.site", "--out", str(tmp_path)).exit_code == 0
+    before = {path.name: path.read_text() for path in keys.glob("*.key")}
+    assert run("keygen", "--rotate", "--out", str(tmp_path)).exit_code == 0
+    assert {path.stem: path.read_text() for path in keys.glob("*.key.old")} == before
+    assert {path.name for path in keys.glob("*.key") if path.read_text() != before[path.name]} == before.keys()
+    assert (tmp_path / "service.key").exists()
+
+
 # --- configuration ---------------------------------------------------------------------------------------
 
 
@@ -538,7 +548,8 @@ def test_doctor_saves_what_a_bug_report_needs(tmp_path: Path) -> None:
 def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     done = run("doctor", "--json", "--config", str(write_config(tmp_path)))
     assert done.exit_code == 1
-    assert {"Slurm", "keys", "service"} <= {row["about"] for row in json.loads(done.stdout) if row["level"] == "FAIL"}
+    rows = json.loads(done.stdout)["rows"]
+    assert {"Slurm", "keys", "service"} <= {row["about"] for row in rows if row["level"] == "FAIL"}
 
 
 # --- the entry -------------------------------------------------------------------------------------------

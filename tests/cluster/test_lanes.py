@@ -53,7 +53,7 @@ def add(cluster: Cluster) -> None:
 
 
 def listed(cluster: Cluster) -> list[dict[str, object]]:
-    return list(json.loads(cluster.cadenza("lanes", "--json").stdout))
+    return list(json.loads(cluster.cadenza("lanes", "--json").stdout)["rows"])
 
 
 def slurmd(cluster: Cluster) -> str:

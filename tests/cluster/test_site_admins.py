@@ -98,7 +98,7 @@ def test_a_reboot_of_one_node_and_the_job_on_the_other_lane(rebooting: tuple[Clu
         "the lane's drain", lambda: "lane 0 of node1 is drained" in cluster.ctl("scontrol", "show", "node", "node1-l1")
     )
     found = wait_for("the reboot", lambda: cluster.exec("node1", "cat", REBOOTED, check=False).stdout)
-    assert [row["job"] for row in json.loads(found)] == ([] if waits else [job])
+    assert [row["job"] for row in json.loads(found)["rows"]] == ([] if waits else [job])
     cluster.wait_done(job)
     # A container does not boot: this slurmd only says that its host did.
     cluster.service("node1", "stop", "slurmd-lane0")

@@ -31,8 +31,10 @@ def test_an_epilog_by_node_kills_the_neighbor_and_one_by_host_does_not(shipped: 
     wait_for("the neighbor's lease", lambda: shipped.lease(neighbor).get("state") == "held")
     ending = shipped.sbatch("--nodelist=node1", "--mem=100", "--gres=gpu:1", command="true")
     wait_for("the end of the other job", lambda: shipped.state(ending) == "COMPLETED")
-    rows = {row["job"]: row for row in json.loads(shipped.exec("node1", "cadenza-agent", "--jobs", "--json").stdout)}
-    findings = json.loads(shipped.exec("node1", "cadenza", "doctor", "--gpu", "--json", check=False).stdout)
+    rows = {
+        row["job"]: row for row in json.loads(shipped.exec("node1", "cadenza-agent", "--jobs", "--json").stdout)["rows"]
+    }
+    findings = json.loads(shipped.exec("node1", "cadenza", "doctor", "--gpu", "--json", check=False).stdout)["rows"]
     (found, *more) = [finding for finding in findings if finding["about"].startswith("Epilog")]
     if epilog == "epilog":
         assert (rows[neighbor]["node"], rows[neighbor]["lease"]) == ("node1-l1", "held")

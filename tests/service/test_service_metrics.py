@@ -38,6 +38,8 @@ from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.job_accounting import News
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
 
 class Rig:
     """A loop with two jobs on one GPU, and its metrics."""
@@ -127,6 +129,9 @@ def test_a_turn_is_counted(rig: Rig) -> None:
         ("cadenza_kill_switch",): 0,
     }
     assert {key: found.get(key) for key in expected} == expected
+    assert set(re.findall(r"# TYPE (cadenza_\w+)", text)) == set(
+        re.findall(r"`(cadenza_\w+)`", PAGE.read_text().partition("### The agent")[0])
+    )
     for step in ("read", "merge", "decide", "record", "apply", "facts"):
         assert found["cadenza_round_step_seconds_count", step] == 2
     assert found["cadenza_store_bytes",] > 0

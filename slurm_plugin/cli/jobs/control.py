@@ -47,7 +47,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
     request = requested_move(last.snapshot, job_id, tuple(filter(None, nodes.split(","))), gpus, MOVE_REASON)
     write(store, request)
     if as_json:
-        emit(request)
+        emit("cadenza.move/1", request)
     else:
         say(f"job {request.job}: will move to {','.join(request.nodes)}; see `cadenza why {job_id}`")
 
@@ -81,7 +81,7 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     # 3. Report each action, and what a running service does from now on.
     if as_json:
         rows = [(type(action).__name__, *map(msgspec.to_builtins, (action, outcome))) for action, outcome in outcomes]
-        emit([{"action": name, **action, **outcome} for name, action, outcome in rows])
+        emit("cadenza.release/1", [{"action": name, **action, **outcome} for name, action, outcome in rows])
     else:
         for action, outcome in outcomes:
             result = "done" if outcome.ok else f"failed: {outcome.error}"

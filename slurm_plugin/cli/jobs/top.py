@@ -42,7 +42,7 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
         views = iter((look(source),)) if once else _views(source, interval)
         if as_json:
             for view in views:
-                emit(view)
+                emit("cadenza.top/1", view)
         else:
             from cadenza.slurm_plugin.cli.jobs.render import screen  # noqa: PLC0415 (slow, and not needed for JSON)
             from cadenza.slurm_plugin.cli.terminal import show  # noqa: PLC0415

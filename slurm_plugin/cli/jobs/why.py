@@ -49,7 +49,7 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
         text = f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record"
         raise click.ClickException("; ".join((text, *record.faults)))
     if as_json:
-        emit({**msgspec.to_builtins(record), "summary": summary(record)})
+        emit("cadenza.why/1", {**msgspec.to_builtins(record), "summary": summary(record)})
     else:
         say(*lines(record))
 

@@ -171,7 +171,7 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
     from cadenza.slurm_plugin.cli.profile.show import finding_table, report  # noqa: PLC0415
 
     if options.as_json:
-        emit(report(finding, state, str(options.out)))
+        emit("cadenza.profile-run/1", report(finding, state, str(options.out)))
         return
     out = console()
     out.print(finding_table(finding, state))
@@ -216,7 +216,8 @@ def pair(*, first: str, second: str, models: str | None, out: Path, as_json: boo
     result = measure(sides, out.with_suffix(".log"), SystemClock(), rule)
     write(out, "\n".join([*rows, result.row(), ""]).encode())
     if as_json:
-        emit({**result._asdict(), "speeds": result.speeds, "gain": result.gain, "written": str(out)})
+        found = {**result._asdict(), "speeds": result.speeds, "gain": result.gain, "written": str(out)}
+        emit("cadenza.profile-pair/1", found)
         return
     for name, speed, alone, both_s in zip(result[:2], result.speeds, result.alone_s, result.together_s, strict=True):
         times = f"{alone * 1000:.1f} ms a step alone, {both_s * 1000:.1f} ms together"

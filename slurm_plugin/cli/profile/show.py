@@ -54,7 +54,7 @@ def show(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
             errors.append(str(error))
     comparison = rows(profiles)
     if as_json:
-        emit({
+        emit("cadenza.profiles/1", {
             "profiles": [{"file": file, **plain(profile)} for file, profile in profiles],
             "comparison": comparison,
             "errors": errors,

@@ -76,7 +76,7 @@ def _compare(
     _write(page, render(comparison, title or "Simulation results"))
     # 3. Print the same in short.
     if as_json:
-        emit(plain(comparison, str(page)))
+        emit("cadenza.report/1", plain(comparison, str(page)))
         return
     for note in comparison.notes:
         say(f"note: {note}", err=True)
@@ -102,7 +102,7 @@ def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json
     if output is not None:
         _write(output, render(content))
     if as_json:
-        emit(report)
+        emit("cadenza.sharing/1", report)
         return
     show(content, summary(report), console())
     if output is not None:

@@ -154,7 +154,7 @@ def command(ctx: click.Context, /, **words: Any) -> None:
     results = run_request(request)
     write_files(results)
     if request.json:
-        emit(results.as_json())
+        emit("cadenza.simulate/1", results.as_json())
     else:
         console().print(as_table(results))
 

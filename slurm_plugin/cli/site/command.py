@@ -69,7 +69,7 @@ def doctor(*, gpu: bool, python: str, ranks: bool, save: Path | None, as_json: b
 def show(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Print findings, each with its advice, and how many need one."""
     if as_json:
-        emit(findings)
+        emit("cadenza.doctor/1", findings)
         return
     from rich.text import Text  # noqa: PLC0415 (slow, and not needed for JSON)
 

@@ -53,7 +53,8 @@ def command(*, file: Path | None, check: bool, as_json: bool) -> None:
     settings = load_settings(path)
     notes = [*advice(settings), *policy_advice(settings)]
     if as_json:
-        emit({"file": str(path), "notes": notes, "settings": () if check else tuple(rows(path))})
+        settings_rows = () if check else tuple(rows(path))
+        emit("cadenza.config/1", {"file": str(path), "notes": notes, "settings": settings_rows})
         return
     if not check:
         say(*lines(list(rows(path))))

@@ -48,7 +48,7 @@ def lanes(*, hosts: tuple[str, ...], count: int | None, as_json: bool, config: P
         return
     rows = [row for row in rows_of(snapshot) if not hosts or row.host in hosts]
     if as_json:
-        emit(rows)
+        emit("cadenza.lanes/1", rows)
         return
     for row in rows:
         kind = "on demand" if row.on_demand else "in slurm.conf"

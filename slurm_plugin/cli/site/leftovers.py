@@ -57,7 +57,7 @@ def leftovers(*, as_json: bool, config: Path | None) -> None:
     programs = f"the programs: {Path(sys.argv[0]).resolve()}"
     program = Leftover(programs, "apt-get purge 'cadenza*', or rm -r /opt/cadenza")
     if as_json:
-        emit([*left, program])
+        emit("cadenza.leftovers/1", [*left, program])
     else:
         for one in (*left, program):
             say(one.left, f"       -> {one.removal}")

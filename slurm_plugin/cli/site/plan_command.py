@@ -87,7 +87,8 @@ def command(  # noqa: PLR0913 (its options)
     }
     places = {name: str((folder if name in FILES[:2] else own.parent) / name) for name in FILES}
     if as_json:
-        emit({"files": {places[name]: lines for name, lines in contents.items()}, "commands": commands(plan, own)})
+        files = {places[name]: lines for name, lines in contents.items()}
+        emit("cadenza.plan/1", {"files": files, "commands": commands(plan, own)})
     elif name:
         for line in contents[name]:
             say(line, length=MAX_BYTES)  # a list of nodes may be longer than say() allows

@@ -95,7 +95,8 @@ def status(*, directory: Path, as_json: bool) -> None:
 
     head, state = load(directory)
     if as_json:
-        emit({**summary(head, state), "trials": [plain(trial, head) for trial in state.trials.values()]})
+        trials = [plain(trial, head) for trial in state.trials.values()]
+        emit("cadenza.sweep/1", {**summary(head, state), "trials": trials})
     else:
         console().print(table(head, state, rows=len(state.trials)))
         say(best_so_far(head, state))

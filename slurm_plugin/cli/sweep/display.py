@@ -57,7 +57,7 @@ def _show_json(sweep: Sweep) -> None:
     for _ in ticks(sweep):
         values = summary(sweep.head, sweep.state)
         if values != last:
-            emit(values)
+            emit("cadenza.sweep-progress/1", values)
             sys.stdout.flush()
         last = values
 

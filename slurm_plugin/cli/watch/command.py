@@ -47,7 +47,7 @@ def command(
         looks = watch.looks(interval) if live else iter((watch.look(),))
         if as_json:
             for one in looks:
-                emit(one)
+                emit("cadenza.watch/1", one)
         else:
             show(console(), map(screen, looks), live=live)
         # 3. The page.

@@ -20,7 +20,6 @@ from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts
 from cadenza.slurm_plugin.service.accounting.sharing_report import WidthRow, width_rows
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
 
-SCHEMA = "cadenza.watch/1"
 ASSUMPTIONS = (
     "Slurm does not say which jobs could take part: all are taken to opt in and to keep checkpoints. Where none does, "
     "Cadenza changes nothing. A job fits where GPUs of its partitions and type, on nodes that meet its constraint, are "
@@ -120,7 +119,6 @@ class WatchView(msgspec.Struct, frozen=True):
     """The policy's first decision, if all jobs keep checkpoints; if none does, it is empty."""
     totals: Totals
     notes: tuple[str, ...]
-    schema: str = SCHEMA
 
 
 def view(look: Look, record: WatchRecord) -> WatchView:

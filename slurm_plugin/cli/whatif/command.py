@@ -72,7 +72,7 @@ def command(*, output: Path | None, as_json: bool, **words: Any) -> None:
         raise InputError(f"--output: {str(place)!r} cannot be written: {error.strerror}") from None
     # 3. The same in short.
     if as_json:
-        emit(plain(found, "" if lacks else str(place)))
+        emit("cadenza.whatif/1", plain(found, "" if lacks else str(place)))
         return
     console().print(as_text(found))
     say(f"no page: {lacks}" if lacks else f"written: {place}")

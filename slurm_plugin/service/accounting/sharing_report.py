@@ -13,7 +13,6 @@ from cadenza.policies.simulator.figures import WIDTHS
 from cadenza.slurm_plugin.service.accounting.effects import KINDS, Effect, Kind
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart, HourRow, Start
 
-SCHEMA = "cadenza.sharing/1"
 MAX_UNDONE = 50
 
 
@@ -121,7 +120,6 @@ class SharingReport(msgspec.Struct, frozen=True):
     undone: tuple[Effect, ...]
     """Newest first."""
     replay: Replay | None = None
-    schema: str = SCHEMA
 
 
 class Record(msgspec.Struct, frozen=True):
