@@ -18,7 +18,8 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 @click.argument("hosts", nargs=-1, metavar="[HOST]...")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False),
               help="Directory to write to (default: [service] keys).")  # fmt: skip
-@click.option("--rotate", is_flag=True, help="Replace the hosts' keys; each old key works until its agent has the new.")
+@click.option("--rotate", is_flag=True,
+              help="Replace the hosts' keys, or all; an old key works until its agent has the new.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the hosts' keys at once; without HOST, the service's key.")
 def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: bool) -> None:
     """Create a key for the service, if it has none, and one for the agent of each HOST.
@@ -34,7 +35,7 @@ def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: boo
         if HOST_NAME.fullmatch(host) is None:
             raise click.BadParameter(f"{host!r} is not a host name", param_hint="HOST")
     if rotate and not hosts:
-        raise click.UsageError("--rotate needs the hosts whose keys to replace")
+        hosts = tuple(sorted(path.stem for path in (out / "agents").glob("*.key")))
     existing = [path for host in hosts if (path := out / "agents" / f"{host}.key").exists()]
     if existing and not (rotate or force):
         raise click.ClickException(f"{existing[0]} exists; --rotate replaces it, and --force does so at once")

@@ -1,0 +1,243 @@
+"""``cadenza backup``: what a lost controller cannot be rebuilt from, in one file, and its restore elsewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from contextlib import closing, suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.slurm_plugin.cli.common import config_option, local, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEPT = ("undo", "settings", "learned", "watched", "first_starts", "hours", "starts", "effects")
+"""Tables of the store that are in a backup as a whole; of the rounds the last one."""
+FOLDERS = (("config",), ("keys",), ("lanes",))
+MAX_FILE, MAX_FILES = 1 << 20, 100_000
+"""Bytes of a file of settings or keys, and files."""
+SECRET, PLAIN = 0o600, 0o644
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The first file of a backup."""
+
+    at_s: float
+    host: str
+    config: str
+    """Path of the settings."""
+    store: str
+    keys: str
+    schema: str = "cadenza.backup/1"
+
+
+@click.command("backup")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--restore", "restoring", is_flag=True, help="Write what FILE has to its places on this machine.")
+@click.option("--dry-run", is_flag=True, help="Name the files, and write none.")
+@config_option
+def command(*, file: Path, restoring: bool, dry_run: bool, config: Path | None) -> None:
+    """Save the service's settings, keys and record of what it has to undo to FILE, or restore them.
+
+    The record has what is Cadenza's in Slurm, the last round, learned profiles and the sums of reports. The service may
+    run. FILE has secret keys: only its owner can read it.
+
+    A restore needs a cadenzad that is stopped. Files that differ are kept beside the new ones. After it, either
+    `cadenza release --all` undoes what the record has, or the next cadenzad goes on with it.
+    """
+    if restoring:
+        _restore(file, config or DEFAULT_PATH, dry_run=dry_run)
+    else:
+        _save(file, config or DEFAULT_PATH, dry_run=dry_run)
+
+
+# --- the backup --------------------------------------------------------------------------------------------
+
+
+def _save(file: Path, config: Path, *, dry_run: bool) -> None:
+    """Write a backup in place of an earlier one; it is whole or not there."""
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415 (slow)
+
+    service = load_settings(config).service
+    store, keys = Path(service.store), Path(service.keys)
+    paths = list(_files(config, keys, store))
+    if dry_run:
+        say(*(str(path) for _, path in paths), str(store))
+        return
+    manifest = Manifest(SystemClock().now(), os.uname().nodename, str(config), str(store), str(keys))
+    draft = file.with_name(f".{file.name}.new")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "store.db"
+            _copy_store(store, copy)
+            draft.unlink(missing_ok=True)
+            draft.touch(SECRET, exist_ok=False)
+            with tarfile.open(draft, "w:gz") as archive:
+                text = msgspec.json.encode(manifest)
+                head = tarfile.TarInfo("manifest.json")
+                head.size = len(text)
+                archive.addfile(head, io.BytesIO(text))
+                for name, path in paths:
+                    archive.add(path, name, recursive=False)
+                archive.add(copy, "store/cadenza.db")
+        draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    say(f"{file}: {len(paths)} files and the store, {file.stat().st_size / 1e6:.1f} MB")
+
+
+def _files(config: Path, keys: Path, store: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the settings, the keys and the lanes that were asked for, by their names in a backup."""
+    from cadenza.slurm_plugin.service.lanes_on_demand import folder  # noqa: PLC0415
+
+    places = {"config": config.parent, "keys": keys, "lanes": folder(store)}
+    found = {
+        "config": [config, *(config.parent / "conf.d").glob("*.toml")],
+        "keys": [*keys.glob("*.key*"), *(keys / "agents").glob("*.key*")],
+        "lanes": folder(store).glob("*.json"),
+    }
+    for kind, paths in found.items():
+        for path in sorted(path for path in paths if path.is_file()):
+            yield f"{kind}/{path.relative_to(places[kind]).as_posix()}", path
+
+
+def _copy_store(store: Path, copy: Path) -> None:
+    """Copy what a store has to keep as it is at one moment, also while the service writes."""
+    from cadenza.slurm_plugin.service.store.schema import open_readonly, open_writable  # noqa: PLC0415
+
+    last = "SELECT * FROM rounds WHERE number = (SELECT max(number) FROM rounds)"
+    with closing(open_readonly(store)) as source, closing(open_writable(copy)) as target:
+        source.execute("BEGIN")
+        for table, query in {**{name: f"SELECT * FROM {name}" for name in KEPT}, "rounds": last}.items():  # noqa: S608
+            rows = source.execute(query)
+            marks = ", ".join("?" * len(rows.description))
+            target.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)  # noqa: S608 (names are ours)
+        target.execute("PRAGMA journal_mode=DELETE")
+
+
+# --- the restore -------------------------------------------------------------------------------------------
+
+
+def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
+    """Check a backup as a whole, then write its files where its settings have them."""
+    from cadenza.slurm_plugin.service.failover.lock import StoreLock  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.store.schema import MODE, put_aside, read_undo  # noqa: PLC0415
+
+    now_s = SystemClock().now()
+    with tempfile.TemporaryDirectory() as folder:
+        # 1. The whole file is read and checked before anything is written.
+        copy = Path(folder) / "cadenza.db"
+        manifest, members = _read(file, copy)
+        places = _places(manifest, config)
+        store = Path(manifest.store)
+        say(f"backup of {manifest.host}, {local(manifest.at_s)}")
+        _check(copy, file)
+        read_undo(copy)
+        # 2. No service may write here meanwhile.
+        lock = StoreLock(store)
+        if not dry_run:
+            lock.take()
+        try:
+            for name, data in members.items():
+                kind, _, rest = name.partition("/")
+                secret = kind == "lanes" or rest.endswith("_secret")
+                _write(places[kind] / rest, data, store.parent if secret else None, now_s, dry_run=dry_run)
+            if dry_run:
+                say(str(store))
+                return
+            if store.exists():
+                say(f"{store}: the one before is {put_aside(store, now_s)}")
+            shutil.copyfile(copy, store)
+            store.chmod(MODE)
+            _give(store.parent, store, lock.path)
+        finally:
+            lock.release()
+    say(f"restored; `cadenza release --all` undoes what {store} has on record, or start cadenzad to go on with it")
+
+
+def _places(manifest: Manifest, config: Path) -> dict[str, Path]:
+    """Return the folder of each kind of file; the settings go to where this machine reads them."""
+    from cadenza.slurm_plugin.service.lanes_on_demand import folder  # noqa: PLC0415
+
+    return {"config": config.parent, "keys": Path(manifest.keys), "lanes": folder(Path(manifest.store))}
+
+
+def _read(file: Path, copy: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """Return a backup's manifest and files, and write its store to ``copy``; raise ClickException for another file."""
+    try:
+        with tarfile.open(file, "r:gz") as archive:
+            members = dict(_members(archive, copy))
+        manifest = msgspec.json.decode(members.pop("manifest.json", b""), type=Manifest)
+        fault = "" if manifest.schema == "cadenza.backup/1" and copy.exists() else "another schema, or no store"
+    except (tarfile.TarError, EOFError, ValueError, msgspec.MsgspecError) as error:
+        fault = str(error)
+    if fault:
+        raise click.ClickException(f"{file} is no backup of `cadenza backup`: {fault}")
+    return manifest, members
+
+
+def _members(archive: tarfile.TarFile, copy: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the files of a backup by name, and write its store to ``copy``; raise ValueError for any other file."""
+    for count, member in enumerate(archive):
+        parts = PurePosixPath(member.name).parts
+        content = archive.extractfile(member) if member.isfile() else None
+        if content is not None and member.name == "store/cadenza.db":
+            with copy.open("wb") as out:
+                shutil.copyfileobj(content, out)
+            continue
+        known = member.name == "manifest.json" or (parts[:1] in FOLDERS and ".." not in parts)
+        if content is None or not known or member.size > MAX_FILE or count >= MAX_FILES:
+            raise ValueError(f"{member.name} is no file of a backup")
+        yield member.name, content.read()
+
+
+def _check(copy: Path, file: Path) -> None:
+    try:
+        with closing(sqlite3.connect(copy)) as link:
+            verdict = link.execute("PRAGMA quick_check(1)").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        verdict = str(error)
+    if verdict != "ok":
+        raise click.ClickException(f"{file}: its store is damaged: {verdict}")
+
+
+def _write(path: Path, data: bytes, owner: Path | None, now_s: float, *, dry_run: bool) -> None:
+    """Write one file unless it is there as it is; another one of its name is kept beside it.
+
+    ``owner``: a folder of the service's user, for files that it alone reads.
+    """
+    if path.exists() and path.read_bytes() == data:
+        return
+    say(str(path))
+    if dry_run:
+        return
+    made = not path.parent.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}.aside-{int(now_s)}"))
+    path.touch(SECRET, exist_ok=False)
+    path.write_bytes(data)
+    if owner is None:
+        path.chmod(PLAIN)
+    else:
+        _give(owner, path, *([path.parent] if made else []))
+
+
+def _give(owner: Path, *paths: Path) -> None:
+    """Give files to the owner of a folder: the service does not run as root."""
+    found = owner.stat()
+    for path in paths:
+        with suppress(PermissionError):
+            os.chown(path, found.st_uid, found.st_gid)
