@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.move import Move, Ordered, Placed, Requeued
@@ -75,11 +75,20 @@ class RoundMetrics:
         for step, took_s in seconds.items():
             (self._round if step == "whole" else self._step.labels(step)).observe(took_s)
         # 2. Its actions, and what became of earlier ones.
-        for action, outcome in report.outcomes:
-            self._act(action, "ok" if outcome.ok else "failed" if outcome.left else "kept_in", outcome.error)
+        acted = Tally(
+            (type(action).__name__, "ok" if outcome.ok else "failed" if outcome.left else "kept_in")
+            for action, outcome in report.outcomes
+        )
+        kept_in = [outcome.error for _, outcome in report.outcomes if not outcome.left]
         for item in report.guarded:
             if not item.allowed:
-                self._act(item.action, "kept_in", item.reason)
+                acted[type(item.action).__name__, "kept_in"] += 1
+                kept_in.append(item.reason)
+        for kind in {kind for kind, _ in acted}:
+            for word in OUTCOMES:  # all of them are there from the first action of a kind on
+                self._actions.labels(kind, word).inc(acted[kind, word])
+        for rule, number in Tally(map(_rule, kept_in)).items():
+            self._kept_in.labels(rule).inc(number)
         for verdict in news.verdicts:
             self._effects.labels(*verdict).inc()
         # 3. Moves and jobs.
@@ -90,13 +99,6 @@ class RoundMetrics:
         for job, slowdown in news.ended:
             self._slowdown.labels(*_job(job)).observe(slowdown)
         self._spend(report.snapshot, news.spent)
-
-    def _act(self, action: Action, word: str, reason: str) -> None:
-        kind = type(action).__name__
-        for outcome in OUTCOMES:  # all of them are there from the first action of a kind on
-            self._actions.labels(kind, outcome).inc(outcome == word)
-        if word == "kept_in":
-            self._kept_in.labels(_rule(reason)).inc()
 
     def failed(self) -> None:
         """Count a round that an error ended."""
