@@ -149,7 +149,8 @@ class OwnerSocket:
 def _record(reader: StoreReader, request: Request, uid: int) -> Answer:
     """Return the record of a job that the user may read."""
     job = request.job or 0
-    record, owner = reader.job_record(job, request.last), reader.owner(job)
+    last = reader.round()
+    record, owner = reader.job_record(job, request.last, last), reader.owner(job, last)
     if owner is None or not may_read(uid, owner):
         return Answer(error=f"job {job}: nothing on record of a job of yours")
     return Answer(record)

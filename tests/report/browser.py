@@ -93,9 +93,9 @@ class Browser:
         self.ask("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def open(self, path):
-        """Open a file; return the addresses it asked for and what went wrong, as two lists."""
+        """Open a file or an address; return the addresses it asked for and what went wrong, as two lists."""
         self._events.clear()
-        self.ask("Page.navigate", url=path.as_uri())
+        self.ask("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._message())
         self.evaluate("1")
@@ -107,6 +107,12 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def press(self, key, code):
+        """Press and release a key, such as Tab, whose code is 9."""
+        for kind in ("rawKeyDown", "char", "keyUp") if key == "Enter" else ("rawKeyDown", "keyUp"):
+            text = {"text": "\r"} if kind == "char" else {}
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def screenshot(self, path):
         """Write the whole page as PNG."""

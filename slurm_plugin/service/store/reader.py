@@ -135,6 +135,10 @@ MAX_UNREADABLE = 20
 """Unreadable rounds after which the last one that can be read is no longer looked for."""
 
 
+MANY_OLDER = 10_000
+"""Rows in a row that are older than a period, after which none of it is looked for."""
+
+
 class StoreReader:
     """Read access; raises StoreError when the file is missing, unreadable or corrupt."""
 
@@ -164,10 +168,13 @@ class StoreReader:
                     raise StoreError(f"{self.path}: round {number} cannot be read: {error}") from None
         return None
 
-    def job_record(self, job: int, limit: int = 20) -> JobRecord:
-        """Return everything about a job id, newest rows first, at most ``limit`` of each kind."""
+    def job_record(self, job: int, limit: int = 20, last: Round | None = None) -> JobRecord:
+        """Return everything about a job id, newest rows first, at most ``limit`` of each kind.
+
+        ``last``: the last round, which takes a second to read on a large cluster; by default it is read.
+        """
         reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
-        last = self.round()
+        last = last or self.round()
         mine = [one for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
         newest = max(mine, key=lambda one: one.key.restart, default=None)
         if newest is not None and newest.profile is not None:  # siblings refer to each other
@@ -190,12 +197,17 @@ class StoreReader:
             return ()
         return (f"the disk of {self.path} is full: cadenzad does nothing that it cannot write down",)
 
-    def owner(self, job: int) -> str | None:
-        """Return the user of a job that runs now, else of the one that last had this id; None if it was never seen."""
-        last = self.round()
+    def owner(self, job: int, last: Round | None = None) -> str | None:
+        """Return the user of a job that runs now, else of the one that last had this id; None if it was never seen.
+
+        ``last``: the last round, by default read.
+        """
+        last = last or self.round()
         users = [one.user for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
-        if users:
-            return users[0]
+        return users[0] if users else self.past_owner(job)
+
+    def past_owner(self, job: int) -> str | None:
+        """Return the user of the job that last had this id in an hour on record."""
         rows = self._rows("SELECT user FROM hours WHERE job = ? ORDER BY hour DESC LIMIT 1", (job,))
         return rows[0]["user"] if rows else None
 
@@ -224,9 +236,11 @@ class StoreReader:
         )
         return _struct(rows[0], LargestState) if rows else None
 
-    def leases(self, since_s: float = 0.0, job: int | None = None, limit: int = 100_000) -> tuple[LeaseRow, ...]:
-        """Return ended lease stretches that reach past ``since_s``, newest first."""
-        return self._table("leases", "to_s", LeaseRow, (since_s, job, limit))
+    def leases(
+        self, since_s: float = 0.0, job: int | None = None, limit: int = 100_000, host: str | None = None
+    ) -> tuple[LeaseRow, ...]:
+        """Return ended lease stretches that reach past ``since_s``, newest first; ``host``: those on this host only."""
+        return self._table("leases", "to_s", LeaseRow, (since_s, job, limit), host)
 
     def events(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[Event, ...]:
         """Return the agents' changes, newest first."""
@@ -244,6 +258,11 @@ class StoreReader:
             (since_s, until_s, job, job, limit),
         )
         return tuple(_struct(row, Effect) for row in rows)
+
+    def job_hours(self, job: int) -> tuple[HourRow, ...]:
+        """Return GPU time and waiting of one job, hour by hour."""
+        rows = self._rows("SELECT * FROM hours WHERE job = ? ORDER BY restart, hour", (job,))
+        return tuple(_struct(row, HourRow) for row in rows)
 
     def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
         """Return GPU time and waiting of jobs in the hours that begin within a period."""
@@ -268,6 +287,10 @@ class StoreReader:
         )
         return tuple(_struct(row, FirstStart) for row in rows)
 
+    def last_number(self) -> int:
+        """Return the number of the last round on record; 0 before the first."""
+        return int(self._rows("SELECT coalesce(max(number), 0) AS number FROM rounds", ())[0]["number"])
+
     def last_round_s(self) -> float:
         """Return the time of the last round on record; 0 before the first."""
         return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
@@ -283,14 +306,28 @@ class StoreReader:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _table(self, table: str, column: str, kind: type[R], wanted: tuple[float, int | None, int]) -> tuple[R, ...]:
+    def _table(
+        self, table: str, column: str, kind: type[R], wanted: tuple[float, int | None, int], host: str | None = None
+    ) -> tuple[R, ...]:
+        """Return the newest rows of a period; the older ones, days of them, are not gone through.
+
+        Rows come in order, except where an agent was cut off and tells late: hence the number of older ones.
+        """
         since_s, job, limit = wanted
-        rows = self._rows(
-            f"SELECT * FROM {table} WHERE {column} >= ? AND (? IS NULL OR job = ?)"  # noqa: S608 (names are ours)
-            " ORDER BY id DESC LIMIT ?",
-            (since_s, job, job, limit),
-        )
-        return tuple(_struct(row, kind) for row in rows)
+        where, values = ("", ()) if job is None else ("WHERE job = ?", (job,))
+        found: list[R] = []
+        older = 0
+        try:
+            query = f"SELECT * FROM {table} {where} ORDER BY id DESC"  # noqa: S608 (names are ours)
+            for row in self._link.execute(query, values):
+                older = older + 1 if row[column] < since_s else 0
+                if older == MANY_OLDER or len(found) == limit:
+                    break
+                if not older and (host is None or row["host"] == host):
+                    found.append(_struct(row, kind))
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{self.path}: {error}") from None
+        return tuple(found)
 
     def _rows(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
         try:
