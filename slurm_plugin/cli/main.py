@@ -25,6 +25,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Operate": {
         "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
         "backup": ("backup_command:command", "Save settings, keys and what is to undo in a file, or restore it."),
+        "web": (".web.command:command", "Show the cluster, jobs and reports as web pages."),
         "host": ("host_command:command", "Empty hosts for maintenance or a reboot, and give them back."),
         "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),
         "release": ("jobs.control:release", "Undo what Cadenza has changed about jobs in Slurm."),
