@@ -20,6 +20,7 @@ from cadenza.sidecar.agent.ipc.memory_use import HostMemory
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.turns import memory_guard
 from cadenza.sidecar.agent.turns.memory_guard import (
+    BARS_S,
     LOOK_S,
     PATIENCE_S,
     SETTLED_LOOKS,
@@ -73,6 +74,17 @@ def test_small_jobs_that_keep_coming_pass_a_large_one_for_a_bounded_time(small: 
         if reasons.get(JobKey(1, 0)) == "":
             break
     assert now_s <= 10 + PATIENCE_S + max(length_s for _, length_s in small) + 10
+
+
+def test_one_job_that_waits_for_memory_bars_a_host_for_a_bounded_time() -> None:
+    """One that stays leaves room for all but the one that asks for nearly the whole host."""
+    there = [Resident(300, 50, can_leave=False)]
+    giant, small = JobKey(1, 0), JobKey(2, 0)
+    for waited_s, barred in ((PATIENCE_S - 1, False), (PATIENCE_S, True), (PATIENCE_S + BARS_S, False)):
+        queue = [Applicant(giant, 950, 50, waited_s), Applicant(small, 300, 0, 10.0)]
+        reasons = admissions(queue, there, HOST_MB, 1.25)
+        assert reasons[giant]
+        assert bool(reasons[small]) == barred
 
 
 @given(waiting)

@@ -17,7 +17,7 @@ from test_agent_checkpoint import TERMS, host, job  # noqa: F401 (a fixture)
 from test_agent_link import Service, service  # noqa: F401 (a fixture)
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.prefetch import file_reader, open_files
+from cadenza.sidecar.agent.prefetch import file_reader, open_files, prefetcher
 from cadenza.sidecar.agent.prefetch.prefetcher import read_as
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, PrefetchOrder, Report
@@ -111,6 +111,38 @@ def test_what_the_user_may_not_read_is_not_read(tmp_path: Path) -> None:
     if done.returncode:
         pytest.skip(f"nobody cannot run python here: {done.stderr[-200:]!r}")
     assert json.loads(done.stdout) == {"files": 1, "bytes": 10, "left_out": 2}
+
+
+def test_under_systemd_the_reader_is_outside_the_agents_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("systemd-run", "setpriv"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert prefetcher.outside(7, 8, [8, 9]) == [] or prefetcher.SYSTEMD.is_dir()
+    monkeypatch.setattr(prefetcher, "SYSTEMD", tmp_path)
+    words = prefetcher.outside(7, 8, [8, 9])
+    assert words[:2] == [str(tmp_path / "systemd-run"), "--scope"]
+    assert words[-5:] == [str(tmp_path / "setpriv"), "--reuid=7", "--regid=8", "--groups=8,9", "--"]
+    (tmp_path / "systemd-run").unlink()
+    assert prefetcher.outside(7, 8, [8, 9]) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read as somebody else")
+def test_a_reader_in_a_scope_has_the_rights_of_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scope without systemd: its options are dropped, and the rest of the command runs as it is."""
+    run = tmp_path / "systemd-run"
+    run.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
+    run.chmod(0o755)
+    monkeypatch.setattr(prefetcher, "SYSTEMD", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 100)
+    secret.chmod(0o640)
+    try:
+        told = read_as(USER, (str(secret), "/etc/passwd"), 1 << 20)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"nobody cannot run python here: {error}")
+    assert (told["files"], told["left_out"]) == (1, 1)
 
 
 def test_a_user_that_the_host_does_not_know_is_an_error() -> None:

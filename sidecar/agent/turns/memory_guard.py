@@ -2,8 +2,8 @@
 
 A job gets its first lease once the memory that all jobs have asked for fits into the host, or once the memory that they
 were seen to use does, with a margin, and one of them could be put out of it. Jobs that come later and fit pass it for
-``PATIENCE_S`` at most. When the host's memory is short all the same, the state of the job that has waited longest
-leaves it: for a disk, else for a checkpoint and a requeue.
+``PATIENCE_S``, then wait for ``BARS_S`` at most. When the host's memory is short all the same, the state of the job
+that has waited longest leaves it: for a disk, else for a checkpoint and a requeue.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ was seen to use; before, it counts with what it has asked for. The steps alone a
 """
 PATIENCE_S = 300.0
 """Time for which jobs that came later and fit may pass one that waits for memory, in seconds; then they wait too."""
+BARS_S = 600.0
+"""Time for which they wait, in seconds: one job that asks for nearly all memory must not keep a host from all others
+until those that run there end, which may take days."""
 RESERVE = 0.1
 """Part of the jobs' memory below which the host is short of it; twice as much while processes wait for memory."""
 PRESSURE_PERCENT = 10.0
@@ -104,7 +107,8 @@ def admissions(
 ) -> dict[JobKey, str]:
     """Return for each job, in the order in which they came, the reason why it cannot join; "" if it can.
 
-    A job that joins counts for the next one. No job joins before one that came earlier and has waited ``PATIENCE_S``.
+    A job that joins counts for the next one. Once a job has waited ``PATIENCE_S``, those that came later wait behind it
+    for ``BARS_S``.
     """
     queue, there, reasons = list(applicants), list(residents), dict[JobKey, str]()
     others_mb, first = sum(one.used_mb for one in queue), ""
@@ -114,7 +118,7 @@ def admissions(
         if not reason:
             others_mb -= one.used_mb
             there.append(Resident(one.asked_mb, one.asked_mb, can_leave=False))
-        elif not first and one.waited_s >= PATIENCE_S:
+        elif not first and 0 <= one.waited_s - PATIENCE_S < BARS_S:
             first = f"host memory: job {one.key} has waited for it for more than {PATIENCE_S:g} s and is the next"
     return reasons
 
