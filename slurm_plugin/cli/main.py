@@ -24,8 +24,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Operate": {
         "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
-        "backup": ("backup_command:command", "Save settings, keys and what is to undo in a file, or restore it."),
         "web": (".web.command:command", "Show the cluster, jobs and reports as web pages."),
+        "backup": ("backup_command:command", "Save settings, keys and what is to undo in a file, or restore it."),
         "host": ("host_command:command", "Empty hosts for maintenance or a reboot, and give them back."),
         "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),
         "release": ("jobs.control:release", "Undo what Cadenza has changed about jobs in Slurm."),
@@ -33,12 +33,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "config": ("site.config_command:command", "Check the settings, and print those in force."),
     },
     "Install": {
-        "plan": ("site.plan_command:command", "Print the lines that this site's files need, and check them."),
+        "plan": ("site.plan_command:command", "Print what this site's files need, or what is left to remove."),
         "keygen": ("site.keygen:keygen", "Create or rotate the keys of the service and of the hosts."),
-        "leftovers": ("site.leftovers:leftovers", "List what is left of Cadenza here and in Slurm."),
     },
 }
-"""The commands by their readers; 22 with those below profile and sweep are the most, and 110 options."""
+"""The commands by their readers: with those below profile and sweep 22 at most, with 110 options."""
 
 USAGE, ENVIRONMENT = 2, 3
 EXIT_CODES = {

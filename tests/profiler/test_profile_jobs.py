@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,10 @@ def test_points_in_turns_are_visited_again_and_a_finished_profile_asks_for_no_mo
 
 
 def test_a_pair_is_added_to_a_table_and_takes_the_place_of_an_older_one(tmp_path):
-    steps = f"{sys.executable} {Path(__file__).with_name('steps.py')} 0.005"
-    short = ("--set", "within=50", "--set", "point-s=2", "--json", "--models", "a,b")
+    steps = (sys.executable, str(Path(__file__).with_name("steps.py")), "0.005")
+    short = ("--set", "within=50", "--set", "point-s=2", "--json", "--model", "a,b")
     (tmp_path / "pairs.csv").write_text("model,other,speed,other_speed\na,c,0.5,0.5\nb,a,0.1,0.1\n")
-    words = [*COMMAND, "pair", *short, steps, steps]
+    words = [*COMMAND, "run", *short, "--set", f"beside={shlex.join(steps)}", "--", *steps]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 0 < json.loads(done.stdout)["gain"] <= 2

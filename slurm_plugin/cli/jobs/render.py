@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from itertools import groupby
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cadenza.policies.core.model import Gpu
 from cadenza.policies.core.text import gpu_names, printable
 from cadenza.slurm_plugin.cli.common import NO_ROUND
 from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView
@@ -22,11 +24,10 @@ MARKS = {
     "waiting": ("…", "dim"),
 }
 MAX_REASON = 1000
-COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
-    ("JOB", 4, "left"), ("USER", 5, "left"), ("NAME", 9, "left"), ("STATE", 8, "left"), ("STEP", 5, "right"),
-    ("ITER", 6, "right"), ("SHARE", 5, "right"), ("GPUS", 12, "left"),
-)  # fmt: skip
-"""Name, least width in characters and alignment of the columns that a narrow terminal keeps."""
+LONGEST_NAME = 12
+COLUMNS = ("JOB", "USER", "NAME", "STATE", "STEP", "ITER", "SHARE", "GPUS")
+RIGHT = frozenset({"STEP", "ITER", "SHARE"})
+"""Columns of figures."""
 
 
 def screen(view: TopView) -> RenderableType:
@@ -34,7 +35,7 @@ def screen(view: TopView) -> RenderableType:
     if not view.round:
         return Text(NO_ROUND)
     faults = (Text(printable(fault, MAX_REASON), style="red") for fault in view.faults)
-    return Group(headline(view), *faults, gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
+    return Group(headline(view), *faults, gpu_map(view), *job_lines(view.jobs), *effect_lines(view), legend())
 
 
 def headline(view: TopView) -> Text:
@@ -59,56 +60,57 @@ def headline(view: TopView) -> Text:
 
 
 def gpu_map(view: TopView) -> Table:
-    """Return one row per GPU: its holder, and the waiting jobs by lane."""
+    """Return one row for the GPUs of a host that the same jobs have: their holder, and the waiting jobs by lane."""
     jobs = {job.id: job for job in view.jobs}
     lanes = max((job.lane or 0 for job in view.jobs if job.lease), default=0) + 1
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("GPU", *(f"lane {lane}" for lane in range(lanes))):
-        table.add_column(name, no_wrap=True)
-    for row in view.gpus:
+        table.add_column(name, no_wrap=name == "GPU")
+    for (_, holder, waiting, others), rows in groupby(view.gpus, attrgetter("host", "holder", "waiting", "others")):
         cells = [Text() for _ in range(lanes)]
-        for number in (*(() if row.holder is None else (row.holder,)), *row.waiting):
+        for number in (*(() if holder is None else (holder,)), *waiting):
             if job := jobs.get(number):
                 cells[job.lane or 0].append_text(marked(job))
-        if row.others:
+        if others:
             cells[0].append_text(Text("▶ another user's job", style="dim"))
-        table.add_row(f"{row.host}:{row.index}", *cells)
+        table.add_row(gpu_names(Gpu(row.host, row.index) for row in rows), *cells)
     return table
 
 
 def marked(job: JobRow) -> Text:
     """Return the mark of a job's lease, its number and its name."""
     mark, style = MARKS.get(job.lease, (" ", "dim"))
-    return Text(f"{mark} {job.id} {printable(job.name)} ", style=style)
+    return Text(f"{mark} {job.id} {printable(job.name, LONGEST_NAME)} ", style=style)
 
 
-def job_table(jobs: Sequence[JobRow]) -> Table:
-    """Return one row per job."""
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-    for name, width, justify in COLUMNS:
-        table.add_column(name, no_wrap=True, min_width=width, justify=justify)
-    table.add_column("LAST ACTION", no_wrap=True, overflow="ellipsis", max_width=24)
-    table.add_column("WHY", no_wrap=True, overflow="ellipsis", ratio=1)
-    for job in jobs:
-        table.add_row(*job_cells(job))
-    return table
+def job_lines(jobs: Sequence[JobRow]) -> Iterator[Text]:
+    """Yield a line for each job, and below it what was last done about it and why; no figure is cut."""
+    rows = [COLUMNS, *map(job_cells, jobs)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS) - 1)]
+    for row, job in zip(rows, (None, *jobs), strict=True):
+        line = Text(style="bold" if job is None else "")
+        for name, cell, width in zip(COLUMNS, row, widths, strict=False):
+            style = MARKS.get(job.lease, ("", "dim"))[1] if job is not None and name == "STATE" else ""
+            line.append(cell.rjust(width) if name in RIGHT else cell.ljust(width), style).append(" ")
+        yield line.append(row[-1])
+        if job is None:
+            continue
+        why = printable(job.reason or (job.why_not_ready if job.lease else ""), MAX_REASON)
+        if said := ": ".join(filter(None, (printable(job.last_action), why))):
+            yield Text(f"  {said}", style="dim")
 
 
-def job_cells(job: JobRow) -> tuple[str | Text, ...]:
+def job_cells(job: JobRow) -> tuple[str, ...]:
     """Return the cells of one job."""
-    state = job.lease or job.slurm_state.lower()
-    gpus = gpu_names(job.gpus) if job.gpus else f"wants {job.gpus_wanted}"
     return (
         str(job.id) if not job.restart else f"{job.id}.{job.restart}",
-        printable(job.user),
-        printable(job.name),
-        Text(state, style=MARKS.get(job.lease, ("", "dim"))[1]),
+        printable(job.user, LONGEST_NAME),
+        printable(job.name, LONGEST_NAME),
+        job.lease or job.slurm_state.lower(),
         str(job.step) if job.step else "",
         milliseconds(job.iteration_s) if job.iteration_s is not None else "",
         f"{job.share:.0%}" if job.share is not None else "",
-        gpus,
-        printable(job.last_action),
-        printable(job.reason or (job.why_not_ready if job.lease else ""), MAX_REASON),
+        gpu_names(job.gpus) if job.gpus else f"wants {job.gpus_wanted}",
     )
 
 
@@ -118,8 +120,7 @@ def effect_lines(view: TopView) -> Iterator[Text]:
         ago = about(max(view.at_s - effect.at_s, 0.0)) + " ago"
         style = {"kept": "green", "undone": "yellow"}.get(effect.verdict, "dim")
         sentence = printable(effect_sentence(effect), MAX_REASON)
-        yield Text(f"{ago:>9} job {effect.key} {sentence}", style=style, overflow="ellipsis",
-                   no_wrap=True)  # fmt: skip
+        yield Text(f"{ago:>9} job {effect.key} {sentence}", style=style)
 
 
 def legend() -> Text:

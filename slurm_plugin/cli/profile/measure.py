@@ -1,4 +1,4 @@
-"""``cadenza profile``, with ``run`` and ``pair``: measure one command, or two that share a GPU."""
+"""``cadenza profile`` and its ``run``: measure one command, or two that share a GPU."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cadenza.profiler.measure.finished_points import State
     from cadenza.profiler.measure.offline_run import Offline
-    from cadenza.profiler.measure.point import Point
+    from cadenza.profiler.measure.point import Point, Rule
     from cadenza.profiler.profile_builder import Finding
 
 
 COMMANDS = {
     "Commands": {
         "run": ("profile.measure:run", "Measure a command and write its profile."),
-        "pair": ("profile.measure:pair", "Measure two commands alone and together, for packing."),
         "show": ("profile.show:show", "Check, show and compare profiles."),
     }
 }
-ACCURACY = (
-    Key("within", "PERCENT", "Wanted accuracy: half the 95 % interval.", click.FLOAT, 2.0),
-    Key("point-s", "SECONDS", "Longest measurement of a point, or of one of a pair's four.", click.FLOAT, 60.0),
-)
 KEYS = {
     "Keys of --set: the data": (
         Key("samples", "N", "Samples in the dataset.", click.IntRange(1)),
@@ -47,8 +44,11 @@ KEYS = {
         Key("gpu", "TYPE", "GPU type; else the one that NVML reports."),
     ),
     "Keys of --set: the measurement": (
-        *ACCURACY,
+        Key("within", "PERCENT", "Wanted accuracy: half the 95 % interval.", click.FLOAT, 2.0),
+        Key("point-s", "SECONDS", "Longest measurement of a point.", click.FLOAT, 60.0),
+        Key("restart", "yes|no", "Start the command again for each point, in place of changing its CPUs.", click.BOOL),
         Key("turns", "N", "Visits to each point.", click.IntRange(1), 1),
+        Key("beside", "COMMAND", "Measure both, alone and on one GPU, for packing: a row for --out, else pairs.csv."),
     ),
 }
 
@@ -76,9 +76,7 @@ def end_on_sigterm() -> None:
 @click.option("--cpus", default="auto", show_default=True, metavar="LIST", help="CPUs to measure, such as 1,2,4.")
 @click.option("--dataset", type=click.Path(path_type=Path, exists=True), help="Files that the job reads.")
 @click.option("--model", metavar="NAME", help="Name of the profile (default: the script's).")
-@click.option("--restart", is_flag=True, help="Start the command again for each point instead of changing it in place.")
-@click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path),
-              help="Profile to write.")  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Profile to write (default: profile.json).")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the sensitivity too, as a PNG file.")
 @click.option("--resume", is_flag=True, help="Keep the finished points of an interrupted profile.")
 @json_option
@@ -94,7 +92,12 @@ def run(**words: Any) -> None:
     if options.png is not None:
         require()
     end_on_sigterm()
-    session = _session(options)
+    command = options.words[1:] if options.words[0] == "--" else options.words
+    if options.beside is not None:
+        _pair(options, command)
+        return
+    options.out = options.out or Path("profile.json")
+    session = _session(options, command)
     try:
         state = session.run()
         finding = _conclude(options, session, state)
@@ -104,11 +107,10 @@ def run(**words: Any) -> None:
     _print(options, finding, state)
 
 
-def _session(options: SimpleNamespace) -> Offline:
+def _session(options: SimpleNamespace, command: Sequence[str]) -> Offline:
     """Return the measurement that the options ask for; raise InputError for a wrong option."""
     from cadenza.profiler.measure.environment import parse_list, parse_node  # noqa: PLC0415
     from cadenza.profiler.measure.offline_run import Offline, Request  # noqa: PLC0415
-    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
 
     def report_point(point: Point) -> None:
@@ -120,18 +122,24 @@ def _session(options: SimpleNamespace) -> Offline:
 
     node = parse_node(options.node) if options.node else None
     request = Request(
-        words=options.words[1:] if options.words[0] == "--" else options.words,
+        words=command,
         out=options.out,
         cpus=() if options.cpus == "auto" else parse_list(options.cpus, "--cpus"),
         share=node.cpus / node.gpus if node else None,
         gpus=options.gpus,
-        restart=options.restart,
+        restart=bool(options.restart),
         resume=options.resume,
         cache_gb=parse_list(options.memory, "--set memory") if options.memory else (),
         turns=options.turns,
-        rule=Rule(within=options.within / 100, most_s=options.point_s),
+        rule=_rule(options),
     )
     return Offline(request, SystemClock(), report_point)
+
+
+def _rule(options: SimpleNamespace) -> Rule:
+    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415 (slow)
+
+    return Rule(within=options.within / 100, most_s=options.point_s)
 
 
 def _conclude(options: SimpleNamespace, session: Offline, state: State) -> Finding:
@@ -190,32 +198,19 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
 # --- pair ----------------------------------------------------------------------------------------------------
 
 
-@click.command("pair", cls=KeyedCommand, keys={"Keys of --set": ACCURACY})
-@click.argument("first")
-@click.argument("second")
-@click.option("--models", metavar="A,B", help="Names of the two (default: those of their scripts).")
-@click.option("-o", "--out", default="pairs.csv", show_default=True, type=click.Path(path_type=Path),
-              help="File to add the row to.")  # fmt: skip
-@json_option
-def pair(*, first: str, second: str, models: str | None, out: Path, as_json: bool, **limits: Any) -> None:
-    """Measure two commands on the same GPU and CPUs: each alone, then both together.
-
-    Quote each command as one word. The result is added to the file as a row, which replaces an older row of the same
-    two models; `cadenza simulate --set interference=FILE` reads it.
-    """
-    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
+def _pair(options: SimpleNamespace, words: Sequence[str]) -> None:
+    """Measure the command and the one beside it on the same GPU and CPUs: each alone, then both together."""
+    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415 (slow, like all below)
     from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415
-    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415 (slow, like all below)
+    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
 
-    both = [tuple(shlex.split(text)) for text in (first, second)]
-    sides = [Side(name, words) for name, words in zip(_names(models, both), both, strict=True)]
-    rule = Rule(within=limits["within"] / 100, most_s=limits["point_s"])
+    out = options.out or Path("pairs.csv")
+    both = [tuple(words), tuple(shlex.split(options.beside))]
+    sides = [Side(name, one) for name, one in zip(_names(options.model, both), both, strict=True)]
     rows = _other_rows(out, sides[0].model, sides[1].model)
-    end_on_sigterm()
-    result = measure(sides, out.with_suffix(".log"), SystemClock(), rule)
+    result = measure(sides, out.with_suffix(".log"), SystemClock(), _rule(options))
     write(out, "\n".join([*rows, result.row(), ""]).encode())
-    if as_json:
+    if options.as_json:
         found = {**result._asdict(), "speeds": result.speeds, "gain": result.gain, "written": str(out)}
         emit("cadenza.profile-pair/1", found)
         return
@@ -232,10 +227,10 @@ def _names(models: str | None, both: list[tuple[str, ...]]) -> list[str]:
     from cadenza.profiler.measure.environment import model_of  # noqa: PLC0415
 
     if not all(both):
-        raise InputError("each of the two commands must have at least one word")
+        raise InputError("--set beside: has no command")
     names = models.split(",") if models else [model_of(words) for words in both]
     if len(names) != 2 or not all(names):  # noqa: PLR2004
-        raise InputError(f"--models {models!r}: must be two names with a comma between them")
+        raise InputError(f"--model {models!r}: with --set beside it must be two names with a comma between them")
     return names
 
 

@@ -12,6 +12,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from cadenza.policies.core.profile import Profile
@@ -98,24 +99,23 @@ def plain(profile: Profile) -> dict[str, Any]:
     }
 
 
-def table(profile: Profile) -> Table:
-    """Return a profile's throughput, one row per number of CPUs."""
+def table(profile: Profile) -> Group:
+    """Return a profile's throughput, one row per number of CPUs and one column per GB, and what 1 stands for."""
+    from rich.console import Group  # noqa: PLC0415 (slow, and not needed for JSON)
     from rich.table import Table  # noqa: PLC0415
 
-    share = profile.reference
-    title = f"{profile.model}{f' on {profile.gpu}' if profile.gpu else ''}: {profile.iteration_s * 1000:.4g} ms a step"
-    caption = (
-        f"1 = {share.cpus / share.gpus:g} CPUs and {share.memory_gb / share.gpus:.4g} GB for each GPU; "
-        f"best {profile.best_speed:.2f}x with {profile.best.cpus:g} CPUs and {profile.best.memory_gb:.4g} GB"
-    )
-    result = Table(title=title, title_justify="left", box=None, header_style="bold", caption=caption)
-    result.caption_justify = "left"
-    result.add_column("CPUs", justify="right")
-    for memory in profile.memory_gb_per_gpu:
-        result.add_column(f"{memory:.4g} GB", justify="right")
+    share, model = profile.reference, f"{profile.model}{f' on {profile.gpu}' if profile.gpu else ''}"
+    found = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("CPUs", *(f"{memory:.4g}" for memory in profile.memory_gb_per_gpu)):
+        found.add_column(name, justify="right", no_wrap=True)
     for cpus, row in zip(profile.cpus_per_gpu, profile.throughput, strict=True):
-        result.add_row(f"{cpus:g}", *(f"{value:.2f}" for value in row))
-    return result
+        found.add_row(f"{cpus:g}", *(f"{value:.2f}" for value in row))
+    return Group(
+        f"{model}: {profile.iteration_s * 1000:.4g} ms a step; throughput by CPUs and GB for each GPU",
+        found,
+        f"1 = {share.cpus / share.gpus:g} CPUs and {share.memory_gb / share.gpus:.4g} GB for each GPU; "
+        f"best {profile.best_speed:.2f}x with {profile.best.cpus:g} CPUs and {profile.best.memory_gb:.4g} GB",
+    )
 
 
 def finding_table(finding: Finding, state: State) -> Table:
@@ -124,7 +124,7 @@ def finding_table(finding: Finding, state: State) -> Table:
 
     result = Table(title=finding.profile.model, title_justify="left", box=None, header_style="bold")
     for name in ("CPUs/GPU", "ms a step", "±", "law ms", "speed", "CPU-ms", "waits"):
-        result.add_column(name, justify="right")
+        result.add_column(name, justify="right", no_wrap=True)
     points = {point.cpus / finding.subject.gpus: point for point in state.measured()}
     unit = finding.time_s(finding.subject.share)
     for cpus in finding.profile.cpus_per_gpu:
@@ -184,7 +184,7 @@ def compared(comparison: list[Row]) -> Table:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("MODEL", "FILE", "GPU", "ms a step", "best with", "speed", "to the first"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold", no_wrap=name not in {"MODEL", "FILE"})
     for row in comparison:
         demand = f"{row.best_cpus:g} CPUs, {row.best_memory_gb:.4g} GB"
         cells = (f"{row.iteration_s * 1000:.4g}", demand, f"{row.best_speed:.2f}x", f"{row.relative:.2f}x")

@@ -218,17 +218,24 @@ def _many(count: int, name: str) -> str:
 
 
 def show(content: Sheet, text: str, out: Console) -> None:
-    """Print the page's content on a console, without its table of jobs."""
+    """Print the page's content on a console, without its table of jobs and the columns that are all zero."""
     out.print(f"{content.title}: {', '.join(content.facts)}")
     out.print(text)
     for table in content.tables:
         if not table.rows or table.key == "jobs":
             continue
-        printed = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for column in table.columns:
-            printed.add_column(f"{column.name}\n{column.note}".rstrip(), justify="left" if column.text else "right")
+        printed = RichTable(
+            title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
+        )
+        columns = enumerate(table.columns)
+        shown = [at for at, column in columns if column.text or any(row[at].value for row in table.rows)]
+        for column in (table.columns[at] for at in shown):
+            heading = f"{column.name}\n{column.note}".rstrip().replace(" ", "\n")
+            printed.add_column(
+                heading, justify="left" if column.text else "right", no_wrap=not column.text, overflow="fold"
+            )
         for row in table.rows:
-            printed.add_row(*(cell.text for cell in row))
+            printed.add_row(*(row[at].text for at in shown))
         out.print(printed)
     for note in content.notes:
         out.print(note, style="dim")

@@ -119,7 +119,7 @@ def _figures(results: Results) -> Table:
         if theirs
     ]
     table = Table(box=None, pad_edge=False, show_header=bool(others), header_style="bold")
-    table.add_column(no_wrap=True)
+    table.add_column()  # alone may wrap, so that no figure is cut
     for title in ("", *(column for name, _, _ in others for column in (name, "RATIO"))):
         table.add_column(title, justify="right", no_wrap=True)
     for key, name, write in ROWS:

@@ -1,4 +1,4 @@
-"""``cadenza leftovers``: what is left of Cadenza on this machine and in Slurm."""
+"""``cadenza plan --remove``: what is left of Cadenza on this machine and in Slurm."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import click
 import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import emit, say
 from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
-from cadenza.slurm_plugin.cli.site.plan_command import USER, text_of
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
+USER = "cadenza"
+"""The service's user, as in its unit."""
+MAX_BYTES = 2**24
 UNITS = Path("/etc/systemd/system")
 LANE_NAME = re.compile(r".+-l\d+")
 
@@ -31,13 +32,10 @@ class Leftover(msgspec.Struct, frozen=True):
     removal: str
 
 
-@click.command("leftovers")
-@json_option
-@config_option
-def leftovers(*, as_json: bool, config: Path | None) -> None:
-    """List what is left of Cadenza on this machine and in Slurm, and how each part is removed.
+def show_leftovers(config: Path | None, *, as_json: bool) -> int:
+    """List what is left of Cadenza, and how each part is removed.
 
-    It removes nothing. The exit code is 1 if more than the programs themselves is left, and 3 if Slurm did not answer.
+    Return the exit code: 1 if more than the programs themselves is left, and 3 if Slurm did not answer.
     """
     try:
         settings = load_settings(config)
@@ -63,8 +61,8 @@ def leftovers(*, as_json: bool, config: Path | None) -> None:
             say(one.left, f"       -> {one.removal}")
     if silent:
         say(f"{silent}: what Slurm has was not looked at", err=True)
-        raise SystemExit(3)
-    raise SystemExit(int(bool(left)))
+        return 3
+    return int(bool(left))
 
 
 def in_slurm(nodes: Sequence[SlurmNode]) -> Iterator[Leftover]:
@@ -125,6 +123,14 @@ def _names_lanes(row: str) -> bool:
         return named is not None and any(LANE_NAME.fullmatch(name) for name in names_in(named[1]))
     except InputError:
         return False
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small file; empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace") if path.stat().st_size <= MAX_BYTES else ""
+    except OSError:
+        return ""
 
 
 def plugins(directories: str) -> Iterator[Leftover]:

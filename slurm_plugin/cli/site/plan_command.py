@@ -24,43 +24,49 @@ from cadenza.slurm_plugin.cli.site.lane_plan import (
     on_demand,
     plan_lanes,
 )
+from cadenza.slurm_plugin.cli.site.leftovers import MAX_BYTES, USER, show_leftovers, text_of
 from cadenza.slurm_plugin.cli.site.site_priority import lacks
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.gateway.slurm_json import Refused, left_out
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
-MAX_BYTES = 2**24
-USER = "cadenza"
-"""The service's user, as in its unit."""
 
 
 @click.command("plan")
 @click.argument("nodes", nargs=-1, metavar="[NODES]...")
-@click.option("--partition", "partitions", multiple=True, required=True, metavar="NAME",
+@click.option("--partition", "partitions", multiple=True, metavar="NAME",
               help="A partition that Cadenza manages; may be repeated.")  # fmt: skip
 @click.option("--lanes", type=click.IntRange(1, MAX_LANES),
               help="Lanes of each host (default: as many as Slurm has; with --on-demand 2).")  # fmt: skip
 @click.option("--on-demand", "dynamic", is_flag=True, help="Lanes that Cadenza opens and closes, not in slurm.conf.")
 @click.option("--file", "name", type=click.Choice(FILES), help="Print the content of this file alone.")
 @click.option("--check", is_flag=True, help="Check that Slurm has these lines in force, and this machine its files.")
+@click.option("--remove", is_flag=True, help="List what is left of Cadenza, here and in Slurm, and how it is removed.")
 @json_option
 @config_option
 def command(  # noqa: PLR0913 (its options)
     *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None,
-    check: bool, as_json: bool, config: Path | None,
+    check: bool, remove: bool, as_json: bool, config: Path | None,
 ) -> None:  # fmt: skip
     """Print the lines that this site needs for the GPU hosts of a partition, or for NODES (gpu[1-4]) of them.
 
     They are made of what scontrol says, on the controller; nothing is changed. With --lanes 2 or more, cadenza.conf
     takes the place of the hosts' lines in slurm.conf, and the lines of gres.conf are added to it; with one lane it has
     settings only. Once the lines are in force, the same command prints them again, and with --check the exit code is 1
-    if one of them is missing.
+    if one of them is missing. With --remove it is 1 if more than the programs is left.
     """
-    if dynamic and lanes == 1:
-        raise click.UsageError("--on-demand opens further lanes: give it with --lanes 2 or more")
-    if name and (check or as_json):
-        raise click.UsageError("--file prints one file as it is: give it without --check and --json")
+    mistakes = {
+        "--remove lists all that is left: give it alone":
+            remove and (nodes or partitions or lanes or dynamic or name or check),
+        "--partition is missing: name those that Cadenza is to manage": not partitions and not remove,
+        "--on-demand opens further lanes: give it with --lanes 2 or more": dynamic and lanes == 1,
+        "--file prints one file as it is: give it without --check and --json": name and (check or as_json),
+    }  # fmt: skip
+    for text in (text for text, made in mistakes.items() if made):
+        raise click.UsageError(text)
+    if remove:
+        raise SystemExit(show_leftovers(config, as_json=as_json))
     # 1. What Slurm says, and what it lacks.
     slurm = slurm_config()
     present, refused = decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))
@@ -80,22 +86,22 @@ def command(  # noqa: PLR0913 (its options)
         show(findings, as_json=as_json)
         raise SystemExit(int(failed(findings)))
     contents = {
-        "cadenza.conf": plan.slurm_conf(),
-        "gres.conf": list(plan.gres_conf(with_includes(folder / "gres.conf"))),
-        "lua.conf": plan.lua_conf(),
-        "cadenza.toml": toml(partitions, slurm),
+        str(folder / "cadenza.conf"): plan.slurm_conf(),
+        str(folder / "gres.conf"): list(plan.gres_conf(with_includes(folder / "gres.conf"))),
+        str(own.with_name("lua.conf")): plan.lua_conf(),
+        str(own.with_name("cadenza.toml")): toml(partitions, slurm),
     }
-    places = {name: str((folder if name in FILES[:2] else own.parent) / name) for name in FILES}
     if as_json:
-        files = {places[name]: lines for name, lines in contents.items()}
-        emit("cadenza.plan/1", {"files": files, "commands": commands(plan, own)})
-    elif name:
-        for line in contents[name]:
+        emit("cadenza.plan/1", {"files": contents, "commands": commands(plan, own)})
+        return
+    if name:
+        lines = next(lines for place, lines in contents.items() if Path(place).name == name)
+        for line in lines:
             say(line, length=MAX_BYTES)  # a list of nodes may be longer than say() allows
-    else:
-        for one, lines in contents.items():
-            say(f"# --- {places[one]}", *lines, "")
-        say("# --- commands", *commands(plan, own))
+        return
+    for place, lines in contents.items():
+        say(f"# --- {place}", *lines, "")
+    say("# --- commands", *commands(plan, own))
 
 
 def remarks(plan: LanePlan, refused: Sequence[Refused], partitions: Sequence[str]) -> Iterator[str]:
@@ -172,14 +178,6 @@ def _rights(slurm: Mapping[str, str]) -> Iterator[Finding]:
     advice = f"sacctmgr add user {USER} account=root adminlevel=Administrator"
     about = f"accounting user {USER}"
     yield Finding("OK" if level == "Administrator" else "FAIL", about, f"admin level {level or 'unknown'}", advice)
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a small file; empty if it cannot be read."""
-    try:
-        return path.read_text(errors="replace") if path.stat().st_size <= MAX_BYTES else ""
-    except OSError:
-        return ""
 
 
 def with_includes(path: Path) -> str:

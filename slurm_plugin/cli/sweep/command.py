@@ -25,6 +25,8 @@ COMMANDS = {
 }
 KEYS = {
     "Keys of --set, as in sweep.toml": (
+        Key("name", "NAME", "Name of the sweep [the file's]."),
+        Key("at-once", "N", "Jobs in Slurm at a time; 0: all [0].", click.INT),
         Key("first", "STEP", "First step at which one may be stopped; asha's first rung [1].", click.INT),
         Key("least", "N", "Least number of configurations to compare one with [4].", click.INT),
         Key("reduction", "N", "asha: the best 1/N of a rung continue [3].", click.FLOAT),
@@ -47,11 +49,9 @@ def command() -> None:
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.argument("words", metavar="-- SBATCH-OPTION… SCRIPT [ARGUMENT…]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="The sweep's directory [sweeps/NAME].")
-@click.option("--name", help="Name of the sweep [the file's].")
 @click.option("--goal", type=click.Choice(["max", "min"]), help="Prefer large or small values [max].")
 @click.option("--target", type=float, help="Stop all others once a configuration reaches this value.")
 @click.option("--rule", help="none, median, asha, curve or MODULE:FUNCTION [asha].")
-@click.option("--at-once", type=int, help="Jobs in Slurm at a time; 0: all [0].")
 @json_option
 def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
     """Submit a job for each configuration of FILE, and stop the weak ones; or continue a sweep.

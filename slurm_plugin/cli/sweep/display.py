@@ -145,9 +145,9 @@ def table(head: Head, state: SweepState, *, problem: str | None = None, rows: in
 
     counts = Counter(activity(trial) for trial in state.trials.values())
     title = f"{head.id}: " + ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
-    result = Table(title=title, caption=problem)
-    for name in ("configuration", "job", "state", "step", "last", "best", ""):
-        result.add_column(name, overflow="fold")
+    result = Table(title=title, caption=problem, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in ("CONFIGURATION", "JOB", "STATE", "STEP", "LAST", "BEST", ""):
+        result.add_column(name, overflow="fold", no_wrap=name not in {"CONFIGURATION", ""})
     for trial in sorted(state.trials.values(), key=rank)[:rows]:
         values, best = trial.values, trial.best(head.plan.goal)
         config = " ".join(f"{name}={value}" for name, value in trial.config.items())

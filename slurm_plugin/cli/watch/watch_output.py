@@ -18,6 +18,10 @@ MAX_ROWS = 20
 """Rows of each table on the screen; ``--json`` has all."""
 
 
+FIGURES = frozenset({"JOB", "GPUS", "IDLE", "HIDDEN", "WAITED"})
+"""Columns that a narrow terminal does not cut."""
+
+
 def screen(view: WatchView) -> RenderableType:
     """Return the whole screen for one look."""
     return Group(
@@ -82,7 +86,7 @@ def _step(step: Step) -> Text:
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name in FIGURES, overflow="fold")
     return table
 
 
