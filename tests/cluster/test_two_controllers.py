@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 import pytest
@@ -129,6 +129,86 @@ def test_the_host_of_the_controller_is_lost_and_slurms_queue_goes_on(pair: Clust
     served_by(pair, "ctl2", "ctl")
     check_making_way(pair, "back")
     wait_for("no factor of a job that is over", lambda: '"factors":[]' in undo(pair).replace(" ", ""), 30)
+
+
+BOTH = """\
+[service]
+mode = "apply"
+poll_s = 0.5
+min_round_spacing_s = 0.2
+[guard]
+partitions = ["shared"]
+min_run_s = 0.3
+[policy]
+order = "fifo"
+share = "timeslice"
+[sharing]
+slice_s = 1.0
+[agent]
+service = "tcp://ctl:6850,tcp://ctl2:6850"
+service_timeout_s = 4.0
+heartbeat_s = 0.5
+"""
+FIRST_ROUND_S = 30
+"""Longest time from Slurm's takeover to the first round of the service there."""
+
+
+@pytest.fixture
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two controllers, each with the service, and one host of four GPUs where jobs take turns on two lanes."""
+    cluster = Cluster(f"cadenzaboth{os.getpid()}")
+    settings = tmp_path_factory.mktemp("both") / "both.toml"
+    settings.write_text(BOTH)
+    try:
+        cluster.up("--controllers", 2, "--nodes", 1, "--gpus-per-node", 4, "--lanes", 2, "--config", settings)
+        for host in ("ctl2", "node1"):  # a site's name service knows a lost host, the containers' does not
+            cluster.exec(host, "sh", "-c", "getent hosts ctl >> /etc/hosts")
+        wait_for("the backup", lambda: up(cluster) == {"ctl", "ctl2"})
+        cluster.service("ctl2", "start", "cadenzad")
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def rounds(cluster: Cluster) -> int:
+    """Return the number of rounds of the controller's own service."""
+    return int(cluster.sql("select count(*) from rounds")[0][0])
+
+
+@pytest.mark.timeout(600)
+def test_the_service_of_the_other_controller_takes_over_in_mid_turn(
+    both: Cluster, measured: Callable[[str], None]
+) -> None:
+    words, log = "--iterations 1200", "/var/log/cluster/cadenzad.log"
+    jobs = [both.train(f"turn-{name}", f"{words} --iteration-s 0.05", options=FOUR_GPUS) for name in ("a", "b")]
+    # 1. Both take turns under the service of ctl; that of ctl2 hears the agents and makes no round.
+    yields = "select count(*) from switches where kind = 'yield'"
+    wait_for("turns", lambda: int(both.sql(yields)[0][0]) > 4, 120)
+    assert "stands by: slurmctld of ctl is in control" in both.exec("ctl2", "cat", log).stdout
+    # 2. ctl is lost while one of them is suspended. Slurm's backup takes over, and the service there its turns.
+    wait_for("a suspend", lambda: "SUSPENDED" in {both.state(job) for job in jobs})
+    both.power("ctl", "kill")
+    both.controller = "ctl2"
+    wait_for("the backup slurmctld", lambda: both.job(jobs[0]), TAKEOVER_S)
+    began_s = time.monotonic()
+    wait_for("its first round", lambda: rounds(both) > 0, FIRST_ROUND_S)
+    measured(f"first round of the other controller's service {time.monotonic() - began_s:.1f} s after Slurm's takeover")
+    before = int(both.sql(yields)[0][0])
+    wait_for("turns there", lambda: int(both.sql(yields)[0][0]) > before + 4, 120)
+    # 3. ctl comes back with its slurmctld and its service: that one acts again, the other stands by.
+    both.power("ctl", "start")
+    wait_for("both controllers", lambda: up(both) == {"ctl", "ctl2"}, TAKEOVER_S)
+    wait_for(
+        "the standby", lambda: both.exec("ctl2", "grep", "-c", "this service stands by", log).stdout.strip() == "2"
+    )
+    both.controller = "ctl"
+    # 4. No job is lost, requeued or changed by all that.
+    both.wait_done(*jobs, timeout=300)
+    assert [both.job(job)["Restarts"] for job in jobs] == ["0", "0"]
+    alone = both.train("turn-alone", words, options=("--gres=gpu:4",))
+    both.wait_done(alone)
+    digests = {both.result(f"turn-{name}")["losses_sha256"] for name in ("a", "b", "alone")}
+    assert len(digests) == 1
 
 
 def undo(cluster: Cluster) -> str:
