@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -42,11 +43,16 @@ SETTINGS_HEAD = """\
 Every key of `/etc/cadenza/cadenza.toml` with its default. Files in `/etc/cadenza/conf.d/*.toml` are read after it, in
 order of their names. `cadenza config` prints the values in force and where each comes from; `cadenza config --check`
 checks the files. This page is generated from the definition of the settings."""
+ROOMS = ("policies", "profiler", "sidecar", "slurm_plugin")
+PACKAGES_HEAD = """\
+# Packages
+
+The packages of the source, by their own docstrings; [architecture](../architecture.md) says how they work together."""
 POLICIES_HEAD = """\
 # Policies
 
-The names that `[policy] order`, `allocate` and `share` take, and `cadenza simulate` too. This page is generated from the
-registry; [choose a policy](../policies.md) says which is for what."""
+The names that `[policy] order`, `allocate` and `share` take, and `cadenza simulate` too. This page is generated from
+the registry; [choose a policy](../policies.md) says which is for what."""
 COMMANDS_HEAD = """\
 # Commands
 
@@ -63,6 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/commands.md"] = commands_page()
     pages["reference/client.md"] = client_page()
     pages["reference/policies.md"] = policies_page()
+    pages["reference/packages.md"] = packages_page()
     pages["reference/messages.md"] = message_catalog.page()
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
@@ -73,7 +80,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Fill in the tables of measurements."""
-    return record_tables.filled(markdown)
+    return record_tables.filled(markdown, ROOT)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -144,6 +151,15 @@ def policies_page() -> str:
 
     rows = [f"| {entry.kind} | `{entry.name}` | {entry.line} | {entry.source} |" for entry in ENTRIES]
     return "\n".join([POLICIES_HEAD, "", "| kind | name | | source |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def packages_page() -> str:
+    """Return the packages of the source with the first lines of their docstrings."""
+    lines = [PACKAGES_HEAD, ""]
+    for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        lines.append(f"- `{file.parent.relative_to(ROOT)}`: {_markdown(text).partition(chr(10))[0]}")
+    return "\n".join(lines) + "\n"
 
 
 def client_page() -> str:

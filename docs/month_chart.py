@@ -1,4 +1,4 @@
-"""The chart of the first page, drawn from the record of a made-up month: `python docs/month_chart.py >docs/month.svg`."""
+"""The chart of the first page, from the record of a made-up month: `python docs/month_chart.py >docs/month.svg`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw() -> str:
     lines.append(f'<text x="{middle}" y="{BOTTOM + 60}" text-anchor="middle">part of the jobs that can move</text>')
     for index, (row, name) in enumerate(SERIES.items()):
         cells = next(cells for what, *cells in record["rows"] if what == row)
-        values = [float(cell.split(",")[0].split()[0]) for cell in cells if cell != "–"]
+        values = [float(cell.split(",")[0].split()[0]) for cell in cells if cell[0].isdigit()]
         points = [(x, _height(value)) for x, value in zip(places, values, strict=False)]
         lines.append(f'<polyline class="s{index}" points="{" ".join(f"{x:.0f},{y:.0f}" for x, y in points)}"/>')
         lines += [f'<circle class="s{index}" cx="{x:.0f}" cy="{y:.0f}" r="6"/>' for x, y in points]

@@ -1,4 +1,4 @@
-"""Tables of measurements, from the records in benchmarks/results; a page asks for them by ``<!-- records: NAME … -->``."""
+"""Tables of measurements, from benchmarks/results; a page asks for them by ``<!-- records: NAME … -->``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path("benchmarks") / "results"
 WISH = re.compile(r"<!-- records: ([\w ]+) -->")
 ACCEPTANCE = "h100-2026-11-26.json"
 COLUMNS = ("measurement", "figure", "command", "recorded")
 
 
-def filled(text: str) -> str:
+def filled(text: str, root: Path) -> str:
     """Return a page with each request replaced by the tables that it names."""
-    records = tomllib.loads((RESULTS / "records.toml").read_text())
+    records = tomllib.loads((root / RESULTS / "records.toml").read_text())
 
     def tables(wish: re.Match[str]) -> str:
         names = wish[1].split()
-        return "\n\n".join(_acceptance() if name == "acceptance" else _topic(records[name]) for name in names)
+        return "\n\n".join(_acceptance(root) if name == "acceptance" else _topic(records[name]) for name in names)
 
     return WISH.sub(tables, text)
 
@@ -35,9 +35,9 @@ def _topic(topic: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, [f"### {topic['title']}", " ".join(filter(None, said)), _table(columns, rows)]))
 
 
-def _acceptance() -> str:
+def _acceptance(root: Path) -> str:
     """Return the table of the acceptance run, whose rows carry figures by name."""
-    run = json.loads((RESULTS / ACCEPTANCE).read_text())
+    run = json.loads((root / RESULTS / ACCEPTANCE).read_text())
     rows = [
         (row["name"], row["outcome"], row["why"] or ", ".join(f"{k} {_short(v)}" for k, v in row["figures"].items()))
         for row in run["rows"]

@@ -12,7 +12,8 @@ PORT_H, LANE_W, CHAR_W, LINE_H = 18, 14, 6.4, 15
 TITLE_CHAR_W = 9.5
 STYLE = (
     "<style>text{fill:#223;stroke:#fff;stroke-width:4;paint-order:stroke}.box text{stroke:none}"
-    "path{fill:none;stroke:#334}marker path{fill:#334;stroke:none}rect{fill:#e8ebf8;stroke:#334}svg>rect{fill:#fff;stroke:none}"
+    "path{fill:none;stroke:#334}marker path{fill:#334;stroke:none}"
+    "rect{fill:#e8ebf8;stroke:#334}svg>rect{fill:#fff;stroke:none}"
     "@media(prefers-color-scheme:dark){text{fill:#dde;stroke:#1e2129}path,rect{stroke:#aab}marker path{fill:#aab}"
     "rect{fill:#333a52}svg>rect{fill:#1e2129}}</style>"
 )

@@ -22,6 +22,10 @@ from cadenza.slurm_plugin.service.settings import Settings, policy, to_record
 from cadenza.slurm_plugin.service.settings_reference import rows
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+import month_chart
+import record_tables
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
 FOLDERS = "policies|profiler|sidecar|slurm_plugin|examples|benchmarks|container|tests|docs"
@@ -95,6 +99,25 @@ def test_each_test_named_on_a_page_exists(page: Path):
 
 def test_the_page_on_slurms_rules_has_a_row_for_each_rule_that_is_tested_on_a_cluster():
     assert set(re.findall(r"`\[([^]`]+)\]`", (ROOT / "docs" / RULES).read_text())) == SCENARIOS
+
+
+def test_each_figure_of_the_first_pages_stands_in_the_measurements():
+    measured = record_tables.filled((ROOT / "docs/measurements.md").read_text(), ROOT)
+    for page in ("README.md", "docs/index.md", "docs/questions.md"):
+        text = (ROOT / page).read_text()
+        figures = set(re.findall(r"\d+\.\d+(?=\u00d7)|\d+\.\d+ times|\d+\.\d+ s\b|\d+\.\d+ µs", text))
+        assert sorted(found for found in figures if found.removesuffix(" times") not in measured) == [], page
+        assert sorted(name for name in re.findall(r"benchmarks/\w+\.py", text) if name not in measured) == [], page
+
+
+def test_each_command_of_a_record_exists():
+    text = (ROOT / "benchmarks/results/records.toml").read_text()
+    named = {found.rstrip("/") for found in PATH.findall(text)}
+    assert sorted(name for name in named if not list(ROOT.glob(name))) == []
+
+
+def test_the_chart_of_the_first_page_is_drawn_from_the_records():
+    assert (ROOT / "docs/month.svg").read_text() == month_chart.draw()
 
 
 @pytest.mark.parametrize("changed", [False, True])

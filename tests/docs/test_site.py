@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
+from browser import Browser
+
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("material", reason="needs the extra `docs`: make docs")
 pytestmark = pytest.mark.slow
@@ -21,13 +24,51 @@ def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_the_site_builds_and_has_its_generated_pages(tmp_path: Path):
-    built = build(tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = build(folder)
     assert built.returncode == 0, built.stderr
-    assert "partitions" in (tmp_path / "reference/settings.html").read_text()
-    assert "cadenza sweep run" in (tmp_path / "reference/commands.html").read_text()
-    assert (tmp_path / "images/lease-states.svg").exists()
-    assert "Content-Security-Policy" in (tmp_path / "index.html").read_text()
+    return folder
+
+
+def test_the_site_builds_and_has_its_generated_pages(site: Path):
+    assert "partitions" in (site / "reference/settings.html").read_text()
+    commands = (site / "reference/commands.html").read_text()
+    assert "cadenza sweep run" in commands
+    assert "load-sweep=FROM:TO:STEP" in commands, "the keys of --set"
+    assert "policies/sharing/preemption" in (site / "reference/packages.html").read_text()
+    assert "gittins" in (site / "reference/policies.html").read_text()
+    measured = (site / "measurements.html").read_text()
+    assert "<!-- records" not in measured
+    assert "B speed of 40960 MiB in tensors of 65536 KiB" in measured
+    assert (site / "images/lease-states.svg").exists()
+    assert "Content-Security-Policy" in (site / "index.html").read_text()
+
+
+@pytest.mark.browser
+def test_the_search_works_from_a_folder_and_pages_fit_a_phone(site: Path, tmp_path: Path):
+    with Browser(tmp_path / "profile") as browser:
+        browser.look_like(width=390, height=800)
+        asked, troubles = browser.open(site / "index.html")
+        assert troubles == []
+        assert all(address.startswith(("file:", "data:", "blob:")) for address in asked)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        words = """new Promise((found, missed) => {
+            document.querySelector("#__search").click();
+            const box = document.querySelector("input.md-search__input");
+            box.value = "fair share";
+            box.dispatchEvent(new Event("keyup"));
+            const end = Date.now() + 30000;
+            const look = () => {
+                const first = document.querySelector(".md-search-result__item a");
+                if (first) found(first.textContent);
+                else if (Date.now() > end) missed("nothing found");
+                else setTimeout(look, 50);
+            };
+            look();
+        })"""
+        assert browser.evaluate(words) in {"Questions", "What happens to fair share and QOS?"}
 
 
 @pytest.mark.parametrize("fault", ["a dead link", "an orphan page", "a foreign picture"])
