@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from cadenza.policies.core.errors import InputError
 from cadenza.profiler.errors import CommandFailedError
 from cadenza.profiler.measure.cpu_limits import Limit
 from cadenza.sidecar import wire
@@ -21,7 +23,7 @@ JOB = "SLURM_JOB_ID"
 FIRST_OWN_ID = 1_000_000_000
 """Outside an allocation the command gets a job id that Slurm never gives (its ids end at 67,108,863)."""
 GRACE_S = 5.0
-TAIL_BYTES = 2000
+TAIL_BYTES, TAIL_LINES = 4000, 12
 OTHER_ID = 10_000_000
 """More than the largest pid (2^22): between the ids of two commands of the same profiler."""
 JOIN = 'echo 0 > "$0" && exec "$@"'
@@ -31,6 +33,8 @@ class Run:
     """A started command; ``pids`` are it and all its descendants."""
 
     def __init__(self, words: Sequence[str], limit: Limit, environ: Mapping[str, str], log: Path) -> None:
+        if shutil.which(words[0], path=environ.get("PATH")) is None:
+            raise InputError(f"{words[0]}: no such command")
         self._limit = limit
         self._log = log
         self._words = list(words)
@@ -88,8 +92,10 @@ class Run:
         with self._log.open("rb") as log:
             log.seek(max(self._from, self._log.stat().st_size - TAIL_BYTES))  # earlier runs have written there too
             tail = log.read().decode(errors="replace").strip()
-        said = f"; its output is in {self._log} and ends with\n{tail}" if tail else ""
-        return CommandFailedError(f"{' '.join(self._words)}: {what}{said}")
+        head = f"{' '.join(self._words)}: {what}"
+        if not tail:
+            return CommandFailedError(head)
+        return CommandFailedError(f"{head}; its output is in {self._log} and ends with", *tail.splitlines()[-TAIL_LINES:])
 
     def end(self) -> None:
         """End it: SIGTERM to all, and SIGKILL to what is left after a while."""

@@ -67,7 +67,8 @@ class Commands(LazyGroup):
             from cadenza.slurm_plugin.cli.common import say  # noqa: PLC0415 (slow)
 
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and of_file else str(error)
-            say(*(f"cadenza: {line}" for line in getattr(error, "faults", (text,))), err=True)
+            lines = getattr(error, "faults", (text,))
+            say(*(line if line.startswith("  ") else f"cadenza: {line}" for line in lines), err=True)
             ctx.exit(ENVIRONMENT if of_file else exit_code(error))
 
 

@@ -44,9 +44,9 @@ def answer(*words: str, timeout_s: float = TIMEOUT_S) -> bytes:
     except subprocess.TimeoutExpired:
         raise Refusal(f"{' '.join(words)}: no answer within {timeout_s:g} s", TIMED_OUT) from None
     except FileNotFoundError:
-        raise EnvironmentLacks(f"{words[0]} is not installed here; run this on the controller") from None
+        raise EnvironmentLacks(f"{words[0]} is not installed here; run this where Slurm's commands are") from None
     except OSError as error:
-        raise EnvironmentLacks(f"{words[0]}: {error.strerror}; run this on the controller") from None
+        raise EnvironmentLacks(f"{words[0]}: {error.strerror}; run this where Slurm's commands are") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise Refusal(f"{' '.join(words)}: {said}")

@@ -104,6 +104,8 @@ class Loop:
         self.reload = False
         self.failures = 0
         """Rounds in a row that failed."""
+        self._killed = False
+        """Whether the kill switch was set when it was last looked at."""
         self.last: RoundReport | None = None
         self.good_at_s: float | None = None
         """When that was, seconds since the epoch."""
@@ -188,6 +190,10 @@ class Loop:
                 with uncollected():
                     self.round()
                 self._collect()
+            elif self._clock.monotonic() - self._good_s > self.settings.trust_s:
+                self._good_s = self._clock.monotonic()
+                if any(agent.alive and agent.report.rotating for agent in self._hub.agents().values()):
+                    self._undo()  # agents hear no service: where slurmctld is in control there is none
             self._round_s = self._clock.monotonic() - began_s
             self._wait(began_s, each_nap)
 
@@ -213,7 +219,7 @@ class Loop:
             self.settle()
         elif reason and self.acting:
             log.warning("this service %s", reason)
-            self.acting, self.failures = False, 0
+            self.acting, self.failures, self._good_s = False, 0, self._clock.monotonic()
             self._hub.send_facts(FactSheet({}, self._clock.now(), 0.0))
         if reason:
             self._error = reason
@@ -343,7 +349,12 @@ class Loop:
     def _rules(self) -> GuardSettings:
         """Return the guard's settings as they are now; asked before each action leaves, so the loop gets on."""
         self.beat()
-        return guard_settings(self.settings)
+        rules = guard_settings(self.settings)
+        if rules.killed != self._killed:
+            self._killed = rules.killed
+            text = "is set: no action leaves" if rules.killed else "is gone: actions leave again"
+            log.warning("the kill switch %s %s", self.settings.guard.kill_switch, text)
+        return rules
 
     def _decided(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         self.beat()

@@ -614,6 +614,20 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert isinstance(run("--debug", "keygen", "n1", "--out", str(tmp_path / "file" / "keys")).exception, OSError)
 
 
+def test_a_profiled_command_that_fails_shows_its_own_last_lines(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import sys; print('epoch 0'); sys.exit('ValueError: bad')"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile", "run", "--", *words],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    first, *rest = done.stderr.splitlines()
+    assert "exit code 1; its output is in profile.log and ends with" in first
+    assert sorted(rest) == ["  ValueError: bad", "  epoch 0"]
+    missing = run("profile", "run", "--", "nosuch")
+    assert (missing.exit_code, missing.stderr) == (2, "cadenza: nosuch: no such command\n")
+
+
 def test_color_is_left_out_where_a_site_wants_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value, colored in (("NO_COLOR", "", True), ("NO_COLOR", "1", False)):
         monkeypatch.setenv("FORCE_COLOR", "1")

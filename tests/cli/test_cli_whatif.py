@@ -684,5 +684,5 @@ def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
     assert (result.exit_code, result.output) == (
-        3, "cadenza: scontrol is not installed here; run this on the controller\n",
+        3, "cadenza: scontrol is not installed here; run this where Slurm's commands are\n",
     )  # fmt: skip

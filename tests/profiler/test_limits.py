@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from cadenza.policies.inputs.interference import read_interference
+from cadenza.policies.core.errors import InputError
 from cadenza.profiler.errors import CommandFailedError, EnvironmentLacks
 from cadenza.profiler.measure.cpu_limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
 from cadenza.profiler.measure.offline_run import Offline, Request
@@ -101,7 +102,7 @@ def test_a_command_is_measured_ended_and_gone_on_with(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("-c", "import sys; sys.exit('no data')"), "exit code 1.*\n.*no data"),
+        (("-c", "import sys; sys.exit('no data')"), r"exit code 1; its output is in .*p\.log and ends with\nno data$"),
         ((STEPS, 0.001, 3), "ended before one point"),
     ],
 )
@@ -115,7 +116,7 @@ def test_a_command_that_fails_or_is_too_short_is_named(tmp_path, words, says):
 def test_a_command_that_is_not_there_is_named(tmp_path):
     request = Request(("/no/such/program",), tmp_path / "p.json", cpus=(1.0,))
     one = Offline(request, SystemClock(), print)
-    with pytest.raises(CommandFailedError, match="/no/such/program"):
+    with pytest.raises(InputError, match="/no/such/program: no such command"):
         one.run()
     one.close()
 

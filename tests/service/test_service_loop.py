@@ -217,13 +217,23 @@ def test_observe_only_sends_nothing_and_records_what_it_would(tmp_path: Path) ->
         rig.close()
 
 
-def test_kill_switch_stops_everything_at_the_next_round(rig: Rig) -> None:
+def test_kill_switch_stops_everything_at_the_next_round_and_the_log_says_so(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     agent = rig.agent()
     heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
     (rig.folder / "STOP").touch()
     assert rig.loop.round()
+    assert rig.loop.round()
     with rig.reader() as reader:
         assert not any(row.allowed for row in reader.actions())
+    (rig.folder / "STOP").unlink()
+    assert rig.loop.round()
+    said = [record.getMessage() for record in caplog.records if "kill switch" in record.getMessage()]
+    switch = rig.loop.settings.guard.kill_switch
+    assert said == [
+        f"the kill switch {switch} is set: no action leaves", f"the kill switch {switch} is gone: actions leave again"
+    ]  # fmt: skip
 
 
 def test_the_kill_switch_stops_a_round_in_its_middle_and_each_action_is_a_beat(rig: Rig) -> None:
