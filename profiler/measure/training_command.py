@@ -95,7 +95,8 @@ class Run:
         head = f"{' '.join(self._words)}: {what}"
         if not tail:
             return CommandFailedError(head)
-        return CommandFailedError(f"{head}; its output is in {self._log} and ends with", *tail.splitlines()[-TAIL_LINES:])
+        lines = tail.splitlines()[-TAIL_LINES:]
+        return CommandFailedError(f"{head}; its output is in {self._log} and ends with", *lines)
 
     def end(self) -> None:
         """End it: SIGTERM to all, and SIGKILL to what is left after a while."""

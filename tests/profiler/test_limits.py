@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cadenza.policies.inputs.interference import read_interference
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.interference import read_interference
 from cadenza.profiler.errors import CommandFailedError, EnvironmentLacks
 from cadenza.profiler.measure.cpu_limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
 from cadenza.profiler.measure.offline_run import Offline, Request
