@@ -197,6 +197,23 @@ def test_a_service_in_standby_is_silent_and_takes_over_with_what_the_other_has_l
     assert said
 
 
+def test_a_service_in_standby_undoes_its_suspends_where_agents_hear_no_other(rig: Rig) -> None:
+    agent = rig.agent()
+    heard(rig, agent, lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=0.1))
+    assert rig.loop.round()
+    assert rig.slurm.actions() == ["Suspend 1"]
+    rig.loop.standby_reason = lambda: "stands by: slurmctld of ctl2 is in control"
+    with running(rig.loop):
+        eventually(lambda: not rig.loop.acting)
+        for rotating in (False, True):
+            agent.send(structs.replace(report("n1", lease(1, "yielded"), lease(2, "held")), rotating=rotating))
+            eventually(lambda rotating=rotating: rig.hub.agents()["n1"].report.rotating == rotating)
+            assert rig.slurm.actions() == ["Suspend 1"]
+            rig.loop._good_s = -1e9
+            eventually(lambda: rig.loop._good_s > -1e9)
+        eventually(lambda: rig.slurm.actions() == ["Suspend 1", "Unsuspend 1"])
+
+
 def test_observe_only_sends_nothing_and_records_what_it_would(tmp_path: Path) -> None:
     rig = Rig(tmp_path, mode="observe")
     try:
