@@ -6,12 +6,11 @@ Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill``
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
-from operator import or_
 from typing import Protocol, TypeAlias
 
 Amount: TypeAlias = tuple[int, int, int]
@@ -77,6 +76,8 @@ class Request(Protocol):
 Ended: TypeAlias = tuple[float, Shares, int]
 """Place of a running job in the order of the ends: its end, its shares, and a number that no other one has."""
 _NOW: Ended = (-inf, (), 0)
+MOST_KEPT = 256
+"""Sets of nodes that are kept for one request, at most about."""
 
 
 class Future:
@@ -165,33 +166,63 @@ class Future:
                 return ended
         return None
 
-    def on(self, nodes: int) -> tuple[list[int], list[float]]:
-        """Return the positions of the jobs on any of these nodes, and their ends."""
-        if nodes not in self._on:
-            positions = [at for at, own in enumerate(self.nodes) if own & nodes]
-            self._on[nodes] = positions, [self.ends_s[at] for at in positions]
-        return self._on[nodes]
+    def on(self, nodes: int, among: int) -> tuple[list[int], list[float]]:
+        """Return the positions of the jobs on any of these nodes, and their ends.
+
+        ``among``: these nodes and the few others that are reserved; of those alone the jobs are looked through.
+        """
+        if among not in self._on:
+            positions = [at for at, own in enumerate(self.nodes) if own & among]
+            self._on[among] = positions, [self.ends_s[at] for at in positions]
+        left_out = among & ~nodes
+        if not left_out or nodes in self._on:
+            return self._on[nodes if nodes in self._on else among]
+        gone: set[int] = set()
+        while left_out:
+            bit = left_out & -left_out
+            left_out ^= bit
+            for ended, _ in self._there.get(bit.bit_length() - 1, ()):
+                place = bisect_left(self._order, ended)
+                if not self.nodes[place] & nodes:
+                    gone.add(place)
+        positions, ends_s = self._on[among]
+        if gone:
+            positions = [at for at in positions if at not in gone]
+            ends_s = [self.ends_s[at] for at in positions]
+        self._on[nodes] = positions, ends_s
+        return positions, ends_s
 
 
 class _Steps:
-    """The jobs with whose ends nodes come to have room for one request, in order, and the nodes until then."""
+    """The jobs with whose ends nodes come to have room for one request, in order, and the nodes until then.
+
+    On large clusters the nodes are kept at some ends only: of 10,000 nodes, those at each end would be 12 MB.
+    """
 
     def __init__(self, firsts: Iterable[Ended | None]) -> None:
         """``firsts``: by node, the job with whose end it has room."""
         self._firsts = list(firsts)
+        self._stride = 1 + len(self._firsts) // MOST_KEPT
         found = sorted((first, at) for at, first in enumerate(self._firsts) if first is not None)
         self._ends = [first for first, _ in found]
-        self._nodes: list[int] = [0, *accumulate((1 << at for _, at in found), or_)]
+        self._at = [at for _, at in found]
+        self._until = [0]
+        """The nodes, as bits, of the first ends: of so many times the stride."""
+        for _ in range(len(found) // self._stride):
+            self._keep_more()
 
     def copy(self) -> _Steps:
         """Return another one that changes by itself."""
         other = _Steps(())
-        other._firsts, other._ends, other._nodes = self._firsts[:], self._ends[:], self._nodes[:]
+        other._firsts, other._ends, other._at = self._firsts[:], self._ends[:], self._at[:]
+        other._until, other._stride = self._until[:], self._stride
         return other
 
     def after(self, last: Ended) -> int:
         """Return the nodes with room, as bits, once the jobs up to this one have ended."""
-        return self._nodes[bisect_right(self._ends, last)]
+        count = bisect_right(self._ends, last)
+        kept, more = divmod(count, self._stride)
+        return self._until[kept] | bits_of(self._at[count - more : count]) if more else self._until[kept]
 
     def change(self, at: int, first: Ended | None) -> None:
         """Note with whose end a node has room from now on."""
@@ -199,14 +230,26 @@ class _Steps:
         if first == before:
             return
         self._firsts[at] = first
+        # Each set that is kept loses the node or gets it, and the one next to its last one in return.
         if before is not None:
-            place = bisect_left(self._ends, before)
-            del self._ends[place], self._nodes[place + 1]
-            self._nodes[place + 1 :] = [nodes & ~bit for nodes in self._nodes[place + 1 :]]
+            place = self._at.index(at, bisect_left(self._ends, before))
+            if len(self._at) % self._stride == 0:
+                self._until.pop()
+            for kept in range(place // self._stride + 1, len(self._until)):
+                self._until[kept] = self._until[kept] & ~bit | 1 << self._at[kept * self._stride]
+            del self._ends[place], self._at[place]
         if first is not None:
             place = bisect_left(self._ends, first)
             self._ends.insert(place, first)
-            self._nodes[place + 1 :] = [nodes | bit for nodes in self._nodes[place:]]
+            self._at.insert(place, at)
+            for kept in range(place // self._stride + 1, len(self._until)):
+                self._until[kept] = (self._until[kept] | bit) & ~(1 << self._at[kept * self._stride])
+            if len(self._at) % self._stride == 0:
+                self._keep_more()
+
+    def _keep_more(self) -> None:
+        begin = (len(self._until) - 1) * self._stride
+        self._until.append(self._until[-1] | bits_of(self._at[begin : begin + self._stride]))
 
 
 class Pass:
@@ -301,7 +344,7 @@ class Pass:
         if spot := future.spot(job, among, first):
             return max(from_s, self._now_s), spot
         # 2. The others on these nodes go by windows.
-        coming, ends_s = future.on(among)
+        coming, ends_s = future.on(among, job.among)
         begin = bisect_left(coming, first)
         end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
         for gone in self._windows(ends_s[begin:end]):
@@ -364,13 +407,7 @@ def _of_one_lane(room: int, count: int) -> list[int]:
     if room.bit_count() < count:
         return []
     # 1. Runs of adjacent nodes.
-    runs: list[list[int]] = []
-    for at in range(room.bit_length()):
-        if room >> at & 1:
-            if runs and runs[-1][-1] == at - 1:
-                runs[-1].append(at)
-            else:
-                runs.append([at])
+    runs = [list(range(*found.span())) for found in re.finditer("1+", bin(room)[:1:-1])]
     # 2. The smallest run that has as many as are left, or else the largest.
     chosen: list[int] = []
     while len(chosen) < count:

@@ -383,7 +383,7 @@ def test_what_becomes_free_is_the_same_when_jobs_start_and_leave_one_by_one(
             room[at] = [had + (-more if starts_now else more) for had, more in zip(room[at], amount, strict=True)]
     for future, now_free, there in ((first, free, running), (followed, room, jobs)):
         anew = Future(0.0, now_free, there, lanes)
-        assert (future.ends_s, future.nodes, future.on(5)) == (anew.ends_s, anew.nodes, anew.on(5))
+        assert (future.ends_s, future.nodes, future.on(5, 15)) == (anew.ends_s, anew.nodes, anew.on(5, 15))
         for ended in range(len(there) + 1):
             for need in asked:
                 for each in ((need,), (need, need)):
