@@ -153,7 +153,7 @@ FIRST_ROUND_S = 30
 """Longest time from Slurm's takeover to the first round of the service there."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two controllers, each with the service, and one host of four GPUs where jobs take turns on two lanes."""
     cluster = Cluster(f"cadenzaboth{os.getpid()}")
@@ -209,6 +209,24 @@ def test_the_service_of_the_other_controller_takes_over_in_mid_turn(
     both.wait_done(alone)
     digests = {both.result(f"turn-{name}")["losses_sha256"] for name in ("a", "b", "alone")}
     assert len(digests) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_lost_controller_is_restored_on_the_other_machine_and_what_was_ours_is_undone(both: Cluster) -> None:
+    saved = "/home/shared/cadenza.tar.gz"
+    both.service("ctl2", "stop", "cadenzad")
+    both.exec("ctl2", "sh", "-c", "rm -f /var/lib/cadenzad/cadenza.db*")
+    jobs = [both.paced(name, iterations=4000) for name in ("one", "two")]
+    wait_for("a suspend", lambda: "SUSPENDED" in {both.state(job) for job in jobs}, 90)
+    both.cadenza("backup", saved)
+    both.power("ctl", "kill")
+    both.controller = "ctl2"
+    wait_for("the backup slurmctld", lambda: both.job(jobs[0]), TAKEOVER_S)
+    assert "/var/lib/cadenzad/cadenza.db" in both.cadenza("backup", saved, "--restore", "--dry-run").stdout
+    both.cadenza("backup", saved, "--restore")
+    both.cadenza("release", "--all")
+    wait_for("both running", lambda: {both.state(job) for job in jobs} == {"RUNNING"})
+    both.ctl("scancel", *map(str, jobs))
 
 
 def undo(cluster: Cluster) -> str:
