@@ -61,11 +61,7 @@ def command(*, whatifs: Path | None, listen: str, proxy: str | None, config: Pat
     site = Site(store, whatifs, SystemClock())
     settings = configured(Server(site, Viewers(store, proxy_uid)).application())
     say(f"listening: {listen if listen.startswith('/') else f'http://{listen}'}")
-    try:
-        uvicorn.Server(settings).run([link])
-    finally:
-        if listen.startswith("/"):
-            Path(listen).unlink(missing_ok=True)
+    uvicorn.Server(settings).run([link])
 
 
 def opened(listen: str) -> socket.socket:

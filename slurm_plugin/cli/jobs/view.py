@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -171,12 +172,13 @@ def _overdue(age_s: float) -> Iterator[str]:
 def idle_and_waiting(last: Round, hosts: Sequence[HostGpus] | None = None) -> tuple[int, tuple[int, ...]]:
     """Return the number of idle GPUs, and the ids of the managed jobs that wait for GPUs although theirs are idle."""
     hosts, memory = free_gpus(last.snapshot) if hosts is None else hosts, last.memory
+    alike = cache(partial(fits, hosts))  # jobs by the thousand want the same, and each look goes through all hosts
     fit = [
         job.key.id
         for job in last.snapshot.jobs
         if job.opted_in
         and waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-        and fits(hosts, Wanted(job.partition, job.gpu_type, job.barred), job.gpus, job.num_nodes)
+        and alike(Wanted(job.partition, job.gpu_type, job.barred), job.gpus, job.num_nodes)
     ]
     return sum(host.idle for host in hosts), tuple(sorted(fit))
 
