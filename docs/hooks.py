@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import message_catalog
+import metric_tables
 import move_table
 import record_tables
 from mkdocs.config.defaults import MkDocsConfig
@@ -79,8 +80,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fill in the tables of measurements."""
-    return record_tables.filled(markdown, ROOT)
+    """Fill in the tables of measurements and metrics."""
+    return metric_tables.filled(record_tables.filled(markdown, ROOT), ROOT)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import socket
 import sys
@@ -17,6 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from service_rig import FileSlurm, Peer, books, eventually, job, lease, make_keys, node, write_config
 
+from cadenza.policies import guard
+from cadenza.policies import round as round_module
 from cadenza.policies.core.actions import Outcome, Requeue, Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, JobUsage, Lease
@@ -33,12 +36,15 @@ from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.main import _metrics_server
 from cadenza.slurm_plugin.service.metrics.cluster_gauges import cluster_metrics
-from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics
+from cadenza.slurm_plugin.service.metrics.round_metrics import RULES, RoundMetrics
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.job_accounting import News
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+import metric_tables
+
+ROOT = Path(__file__).parents[2]
 
 
 class Rig:
@@ -130,7 +136,7 @@ def test_a_turn_is_counted(rig: Rig) -> None:
     }
     assert {key: found.get(key) for key in expected} == expected
     assert set(re.findall(r"# TYPE (cadenza_\w+)", text)) == set(
-        re.findall(r"`(cadenza_\w+)`", PAGE.read_text().partition("### The agent")[0])
+        re.findall(r"`(cadenza_\w+)`", metric_tables.filled("<!-- metrics: service -->", ROOT))
     )
     for step in ("read", "merge", "decide", "record", "apply", "facts"):
         assert found["cadenza_round_step_seconds_count", step] == 2
@@ -271,6 +277,12 @@ def test_actions_moves_and_requests_are_counted_by_words_of_ours() -> None:
         ("cadenza_slurm_requests_total", "read", "failed"): 1,
     }
     assert {key: found.get(key) for key in expected} == expected
+
+
+def test_each_rule_of_the_guard_is_counted_from_0_on() -> None:
+    source = inspect.getsource(guard) + inspect.getsource(round_module)
+    reasons = re.findall(r"""f?["']([a-z][a-z -]+): (?!cadenza)""", source)
+    assert {reason.replace(" ", "_").replace("-", "_") for reason in reasons} == set(RULES)
 
 
 def test_each_request_to_slurm_is_told_with_its_end() -> None:
