@@ -83,7 +83,7 @@ def one_of(*names: str) -> Callable[[str, str], str]:
 
     def read(text: str, where: str) -> str:
         if text not in names:
-            raise InputError(f"{where}: {quoted(text)} is none of {', '.join(names)}; {suggest(text, names)}")
+            raise InputError(f"{where}: {quoted(text)} is none of {', '.join(names)}")
         return text
 
     return read

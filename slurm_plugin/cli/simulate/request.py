@@ -17,7 +17,7 @@ from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MAX_LANES, PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, read_costs
-from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
+from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import packing_pairs, read_interference
 from cadenza.policies.inputs.model_mix import model_mix, read_split
@@ -338,7 +338,7 @@ def _named(option: str, read: Any, *arguments: Any) -> Any:
 
 def _one_of(text: str | None, option: str, names: tuple[str, ...], default: str) -> str:
     if text is not None and text not in names:
-        raise InputError(f"{option}: {quoted(text)} is none of {', '.join(names)}; {suggest(text, names)}")
+        raise InputError(f"{option}: {quoted(text)} is none of {', '.join(names)}")
     return text or default
 
 

@@ -49,16 +49,17 @@ def command(*, file: Path | None, check: bool, as_json: bool) -> None:
     """
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
-    path = file or DEFAULT_PATH
+    path = file or (DEFAULT_PATH if check or DEFAULT_PATH.exists() else None)
     settings = load_settings(path)
     notes = [*advice(settings), *policy_advice(settings)]
     if as_json:
         settings_rows = () if check else tuple(rows(path))
-        emit("cadenza.config/1", {"file": str(path), "notes": notes, "settings": settings_rows})
+        emit("cadenza.config/1", {"file": str(path or ""), "notes": notes, "settings": settings_rows})
         return
     if not check:
         say(*lines(list(rows(path))))
-    say(f"{path}: OK, mode {settings.service.mode}", *(f"  note: {line}" for line in notes), err=not check)
+    head = f"{path or 'no file, so the defaults'}: OK, mode {settings.service.mode}"
+    say(head, *(f"  note: {line}" for line in notes), err=not check)
 
 
 def policy_advice(settings: Settings) -> Iterator[str]:
