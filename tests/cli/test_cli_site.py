@@ -493,6 +493,26 @@ def test_doctor_compares_kill_wait_with_a_checkpoint_of_the_largest_state(
 
 
 @pytest.mark.parametrize(
+    ("hosts", "service", "level"),
+    [
+        (("ctl",), "tcp://ctl:1", None),
+        (("ctl", "ctl2"), "tcp://ctl:1", "WARN"),
+        (("ctl", "ctl2"), "tcp://ctl:1,tcp://ctl2:1", "OK"),
+    ],
+)
+def test_doctor_wants_the_service_of_each_controller_named(
+    tmp_path: Path, hosts: tuple[str, ...], service: str, level: str | None
+) -> None:
+    facts = healthy(tmp_path)
+    settings = msgspec.structs.replace(
+        facts.settings, agent=msgspec.structs.replace(facts.settings.agent, service=service)
+    )
+    named = {f"SlurmctldHost[{at}]": host for at, host in enumerate(hosts)}
+    found = examine(changed(facts, settings=settings, slurm={**SLURM, **named}))
+    assert [one.level for one in found if one.about == "controllers"] == ([level] if level else [])
+
+
+@pytest.mark.parametrize(
     ("slice_s", "sharing_s", "agent_s", "about"),
     [(10, 20, 20, []), (10, 21, 20, ["sharing"]), (10, 20, 60, ["agent"]), (60, 121, 121, ["sharing", "agent"])],
 )

@@ -62,7 +62,9 @@ def failed(findings: Sequence[Finding]) -> bool:
 def configuration(facts: Facts) -> Iterator[Finding]:
     """Check the settings file and its managed partitions."""
     if problem := facts.problems.get("settings"):
-        yield Finding("FAIL", "configuration", problem, "correct each in its file")
+        first = "`cadenza plan --partition NAME --file cadenza.toml` prints the first one"
+        advice = first if "create it" in problem else "correct it, and look again by `cadenza config --check`"
+        yield Finding("FAIL", "configuration", problem, advice)
         return
     table = facts.settings
     yield Finding("OK", "configuration", f"mode {table.service.mode}")
@@ -391,6 +393,17 @@ def service(facts: Facts) -> Iterator[Finding]:
     yield Finding("FAIL", "service", text, "is cadenzad up?") if late else Finding("OK", "service", text)
 
 
+def controllers(facts: Facts) -> Iterator[Finding]:
+    """Check that agents know the service of each controller: it acts only where slurmctld is in control."""
+    named = sum(name.startswith("SlurmctldHost[") for name in facts.slurm or {})
+    known = len(facts.settings.agent.service.split(","))
+    if named > 1 and known < named:
+        text = f"slurm.conf names {named}, [agent] service {known}: while another slurmctld is in control, none acts"
+        yield Finding("WARN", "controllers", text, "run cadenzad on each, and name all of them there, with commas")
+    elif named > 1:
+        yield Finding("OK", "controllers", f"{named}; the service acts where slurmctld is in control")
+
+
 def agents(facts: Facts) -> Iterator[Finding]:
     """Check that every managed host has an agent of this version and enough memory for its lanes."""
     if not facts.settings.sharing.suspend:
@@ -502,6 +515,7 @@ CHECKS = (
     partitions,
     profiles,
     service,
+    controllers,
     agents,
     sharing,
     connections,
