@@ -9,7 +9,7 @@ SLURM ?= 26.05
 export SLURM
 DEBS := dist/debs$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
-.PHONY: install demo test test-fast test-guide test-packages test-sites test-slurm test-vm measure faults soak fuzz lint wheels debs rpms docs clean
+.PHONY: install demo test test-fast test-guide test-metrics test-packages test-sites test-slurm test-vm measure faults soak fuzz lint wheels debs rpms docs clean
 
 install: $(BIN)/.installed
 
@@ -61,6 +61,10 @@ test-sites: install
 # The cluster's tests of what depends on the release of Slurm: make test-slurm SLURM=24.11
 test-slurm: install
 	$(BIN)/python tests/rings.py release
+
+# Each query of examples/prometheus in a Prometheus on the container cluster, the alerts' own tests, and exporters' files.
+test-metrics: install
+	$(BIN)/python -m pytest tests/cluster/test_metrics.py
 
 # Cgroup v2 and systemd: a virtual machine with Debian's kernel; `container/vm` shows its console. First a whole cluster
 # on one host, then the blocks of the pages Install and Maintain on three machines.

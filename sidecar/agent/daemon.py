@@ -7,8 +7,9 @@ import fcntl
 import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import zmq
 
@@ -49,9 +50,6 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.orders import JobOrder
 from cadenza.sidecar.sd_notify import notify
-
-if TYPE_CHECKING:
-    from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ class Daemon:
         }
         self._poller = zmq.Poller()
         self._gpu_jobs = GpuJobFiles(Path(settings.socket).parent)
-        self._metrics: AgentMetrics | None = None
+        self._count: Callable[[Sequence[object]], object] = lambda _: None
         self._passed_s = clock.monotonic()
         """Monotonic time of the event loop's last pass."""
         self._watched: dict[int, int] = {}
@@ -167,11 +165,11 @@ class Daemon:
         registry = new_registry("agent.metrics")
         from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
 
-        self._metrics = AgentMetrics(registry, self.host, version, self._lanes.faults)
+        self._count = AgentMetrics(registry, self.host, version, self._lanes.faults).messages
         return MetricsServer(self._settings.metrics, "agent.metrics", registry, self.illness)
 
     def illness(self) -> str:
-        """Return why this agent serves nobody, in one line; "" if it does. For any thread."""
+        """Return why this agent serves no job, in one line; "" if it does. For any thread."""
         still_s = self.host.clock.monotonic() - self._passed_s
         return f"the event loop has stood still for {still_s:.0f} s" if still_s > STILL_S else ""
 
@@ -360,8 +358,7 @@ class Daemon:
     def _report(self) -> None:
         """Send the service the queued messages, and a report if one is due."""
         messages, self.host.upward = self.host.upward, []
-        if self._metrics is not None:
-            self._metrics.messages(messages)
+        self._count(messages)
         if self._links and (report := self._reporter.due()):
             messages = [*messages, report]
         for one in self._links:  # the service of a controller in standby hears all, and says nothing

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from cadenza.policies.core.actions import Yield
 from cadenza.policies.core.decision import Decision, Memory
@@ -52,10 +52,8 @@ from cadenza.slurm_plugin.service.settings import (
     policy,
     to_record,
 )
+from cadenza.slurm_plugin.service.store.job_accounting import News
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-
-if TYPE_CHECKING:
-    from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +112,12 @@ class Loop:
         self._round_s = 0.0
         """Time that the last round took, seconds."""
         self._collect_s = clock.monotonic()
-        self.metrics: RoundMetrics | None = None
+        self.on_round: Callable[[RoundReport, Mapping[str, float], Memory, News], object] = lambda *_: None
+        """Called after each good round with the seconds of its steps, the memory after it, and the store's findings."""
+        self.on_failure: Callable[[], object] = lambda: None
+        self.on_messages: Callable[[Sequence[object]], object] = lambda _: None
         self._error = ""
-        """What ended the last round, "" for nothing."""
+        """The error that ended the last round, "" for none."""
         self.standby_reason: Callable[[], str] = lambda: ""
         """Returns why the service of another host acts in place of this one, "" if it does not."""
         self.acting = True
@@ -235,8 +236,7 @@ class Loop:
         except Exception as error:
             self.failures += 1
             self._error = printable(f"{type(error).__name__}: {error}")
-            if self.metrics is not None:
-                self.metrics.failed()
+            self.on_failure()
             log.error("round failed (%d in a row): %s: %s", self.failures, type(error).__name__, error)  # noqa: TRY400
             log.debug("the traceback", exc_info=True)
             if self._clock.monotonic() - self._good_s > self.trust_s:
@@ -301,11 +301,9 @@ class Loop:
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
         # 9. Count it.
-        if self.metrics is not None:
-            answer_s = min(self._gateway.answer_s, times.seconds["read"])
-            took_s = {**times.seconds, "read": answer_s, "merge": times.seconds["read"] - answer_s}
-            took_s["whole"] = self._clock.monotonic() - began_s
-            self.metrics.ended(report, took_s, memory, self._store.news)
+        read_s, answer_s = times.seconds["read"], min(self._gateway.answer_s, times.seconds["read"])
+        took_s = {**times.seconds, "read": answer_s, "merge": read_s - answer_s}
+        self.on_round(report, {**took_s, "whole": self._clock.monotonic() - began_s}, memory, self._store.news)
 
     def _undo(self) -> None:
         """Undo our holds and suspends when rounds fail: nothing else is done until they succeed.
@@ -418,8 +416,7 @@ class Loop:
     def _record(self) -> None:
         """Write down the agents' messages; once an hour delete what is older than the settings keep."""
         messages, now_s = self._hub.drain(), self._clock.monotonic()
-        if self.metrics is not None:
-            self.metrics.messages(messages)
+        self.on_messages(messages)
         try:
             if refused := self._store.record(messages):
                 log.warning(

@@ -117,10 +117,11 @@ def _metrics_server(loop: Loop, parts: Parts) -> MetricsServer:
     from cadenza.slurm_plugin.service.metrics.cluster_gauges import ClusterGauges, Sources  # noqa: PLC0415 - an extra
     from cadenza.slurm_plugin.service.metrics.round_metrics import RoundMetrics  # noqa: PLC0415
 
-    loop.metrics = RoundMetrics(registry)
+    metrics = RoundMetrics(registry)
+    loop.on_round, loop.on_failure, loop.on_messages = metrics.ended, metrics.failed, metrics.messages
     greeting: dict[str, Any] = {}
     if isinstance(parts.slurm, source_gateway.SlurmGateway):
-        parts.slurm.asked = loop.metrics.asked
+        parts.slurm.asked = metrics.asked
         with suppress(GatewayError):  # a Slurm that does not answer now is no reason to have no metrics
             greeting = parts.slurm.greeting()
     sources = Sources(

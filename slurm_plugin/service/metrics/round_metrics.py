@@ -25,6 +25,11 @@ SWITCHES = ("yield", "resume", "checkpoint")
 """Kinds of messages about a switch that was finished."""
 FAILED_SWITCHES = ("refused", "timeout", "lost")
 OUTCOMES = ("ok", "failed", "kept_in")
+RULES = (
+    "allow_list", "cool_down", "deadline", "kill_switch", "minimum_run_time", "observe_only", "opt_in", "rate_limit",
+    "scope",
+)  # fmt: skip
+"""Rules of the guard that keep an action in, by the first words of their reasons."""
 REASONS = ("by_hand", "room", "resize", "migrate")
 
 
@@ -59,6 +64,7 @@ class RoundMetrics:
             (self._rounds, ("ok", "failed", "deadline")),
             (self._switched, (*SWITCHES, *FAILED_SWITCHES)),
             (self._moves, REASONS),
+            (self._kept_in, RULES),
         ):
             for word in words:
                 family.labels(word)
