@@ -49,7 +49,8 @@ from cadenza.slurm_plugin.service import lanes_on_demand, settings
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import RequestError
-from cadenza.slurm_plugin.service.failover.controllers import standby_reason
+from cadenza.slurm_plugin.service.failover import controllers
+from cadenza.slurm_plugin.service.failover.controllers import Controllers, standby_reason
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
@@ -157,12 +158,31 @@ def _drain(agent: Peer) -> list[object]:
         ([("ctl", False), ("ctl2", True)], "", "stands by: slurmctld of ctl2 is in control"),
         ([("ctl2", True), ("ctl", True)], "", "stands by: slurmctld of ctl2 is in control"),
         ([("ctl", False), ("ctl2", False)], "as before", "as before"),
-        ([("ctl", False)], "x", ""),
-        ([("one", False), ("two", True)], "x", ""),
     ],
 )
 def test_the_service_acts_where_slurmctld_is_in_control(pings: list[tuple[str, bool]], before: str, after: str) -> None:
     assert standby_reason("ctl", pings, before) == after
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "reason"),
+    [(("ctl",), 1, ""), (("one", "two"), 1, ""), (("ctl2", "ctl"), 2, "stands by: slurmctld of ctl2 is in control")],
+)
+def test_slurm_is_asked_again_only_where_it_has_a_second_controller_here(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], asked: int, reason: str
+) -> None:
+    calls = []
+
+    def answer(*words: str) -> bytes:
+        calls.append(words)
+        return json.dumps({"pings": [{"hostname": name, "responding": True} for name in names]}).encode()
+
+    monkeypatch.setattr(controllers, "json_answer", answer)
+    here = Controllers("ctl.site")
+    assert [here.standby_reason() for _ in range(2)] == [reason] * 2
+    assert len(calls) == asked
+    monkeypatch.setattr(controllers, "json_answer", lambda *_words: b"no JSON")
+    assert here.standby_reason() == reason, "without an answer it stays as it was"
 
 
 def test_a_service_in_standby_is_silent_and_takes_over_with_what_the_other_has_left(rig: Rig) -> None:

@@ -18,12 +18,15 @@ class Controllers:
     def __init__(self, host: str) -> None:
         self._host = host.partition(".")[0]
         self._reason = ""
+        self._alone = False
 
     def standby_reason(self) -> str:
         """Return why a service on this host must not act, "" if it must; without an answer it stays as it was.
 
-        A site with one slurmctld, or with none on this host, has one service, which always acts.
+        A site with one slurmctld, or with none on this host, has one service, which always acts; it asks once.
         """
+        if self._alone:
+            return ""
         try:
             pings = [
                 (str(one["hostname"]).partition(".")[0], one["responding"] is True)
@@ -32,7 +35,8 @@ class Controllers:
         except (EnvironmentLacks, Refusal, ValueError, LookupError, TypeError) as error:
             log.warning("which slurmctld is in control is not known: %s", printable(str(error)))
             return self._reason
-        self._reason = standby_reason(self._host, pings, self._reason)
+        self._alone = len(pings) == 1 or self._host not in dict(pings)
+        self._reason = "" if self._alone else standby_reason(self._host, pings, self._reason)
         return self._reason
 
 
@@ -41,8 +45,6 @@ def standby_reason(host: str, pings: list[tuple[str, bool]], before: str) -> str
 
     Those behind the first that answers are in standby, and answer a ping all the same (slurm.conf(5), SlurmctldHost).
     """
-    if len(pings) < 2 or host not in dict(pings):  # noqa: PLR2004 - two controllers
-        return ""
     leader = next((name for name, answers in pings if answers), None)
     if leader is None:
         return before
