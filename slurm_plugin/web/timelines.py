@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import NamedTuple
 
+from cadenza.slurm_plugin.cli.common import local
+
+DATE, CLOCK = 5, 11
+"""Places in a moment's text at which the date without its year begins, and the time."""
 TICKS = 4
 LEAST_PERCENT = 0.2
 """Width of the shortest stretch that can be seen."""
@@ -75,7 +78,13 @@ def columns(moments: Iterable[float], from_s: float, to_s: float, count: int) ->
     edges = [from_s + at * step_s for at in range(count + 1)]
     percent = _scale(from_s, to_s)
     return tuple(
-        Column(percent(start), 100 / count, 100 * number / most, number, f"{clock(start)} to {clock(end)}: {number}")
+        Column(
+            percent(start),
+            100 / count,
+            100 * number / most,
+            number,
+            f"{local(start)[CLOCK:]} to {local(end)[CLOCK:]}: {number}",
+        )
         for number, (start, end) in zip(numbers, pairwise(edges), strict=True)
         if number
     )
@@ -84,21 +93,8 @@ def columns(moments: Iterable[float], from_s: float, to_s: float, count: int) ->
 def axis(from_s: float, to_s: float) -> tuple[tuple[float, str], ...]:
     """Return moments at equal distances, with their texts; with the date where the period is longer than a day."""
     step_s = (to_s - from_s) / TICKS
-    write = clock if to_s - from_s < 86400.0 else _day  # noqa: PLR2004 (a day)
-    return tuple((100.0 * at / TICKS, write(from_s + at * step_s)) for at in range(TICKS))
-
-
-def clock(at_s: float) -> str:
-    """Return a moment as the local clock shows it."""
-    return _local(at_s).strftime("%H:%M")
-
-
-def _day(at_s: float) -> str:
-    return _local(at_s).strftime("%m-%d %H:%M")
-
-
-def _local(at_s: float) -> datetime:
-    return datetime.fromtimestamp(at_s, UTC).astimezone()
+    since = CLOCK if to_s - from_s < 86400.0 else DATE  # noqa: PLR2004 (a day)
+    return tuple((100.0 * at / TICKS, local(from_s + at * step_s)[since:]) for at in range(TICKS))
 
 
 def _scale(from_s: float, to_s: float) -> Callable[[float], float]:

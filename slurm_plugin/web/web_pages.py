@@ -18,7 +18,7 @@ from cadenza.sidecar.clock import Clock
 from cadenza.slurm_plugin.cli.common import NO_ROUND, local
 from cadenza.slurm_plugin.cli.jobs.render import milliseconds
 from cadenza.slurm_plugin.cli.jobs.top import view_of
-from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView
+from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView, percentile
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence, sections, state_lines, summary
 from cadenza.slurm_plugin.cli.report.sharing import gather, sheet
 from cadenza.slurm_plugin.report.draw import LIGHT
@@ -30,9 +30,7 @@ from cadenza.slurm_plugin.web.viewers import RefusedError, Viewer
 
 HOUR_S = 3600.0
 HOSTS_A_PAGE = 64
-MAX_JOBS = 500
-MAX_ROWS = 100
-MAX_SLOWEST = 10
+MAX_JOBS, MAX_ROWS, MAX_SLOWEST = 500, 100, 10
 PARTS_OF_HOUR = 30
 REFRESH_S, KEEP_S = 5, 2.0
 KEEP_REPORT_S = 60.0
@@ -99,12 +97,14 @@ def now(site: Site, reader: StoreReader, asked: Question) -> Page:
     view = _cut(whole, asked.viewer)
     hosts = squares(last.snapshot, last.memory, whole.gpus, own)
     pages = max(1, -(-len(hosts) // HOSTS_A_PAGE))
+    times = (("p50", view.yield_p50_s), ("p99", view.yield_p99_s))
     page = min(max(_number(asked.query.get("page", "1")), 1), pages)
     values = {
         "view": view, "at": local_second(last.at_s), "alive": sum(agent.alive for agent in view.agents),
         "partitions": partition_rows(last.snapshot, hosts), "page": page, "pages": pages, "all_hosts": len(hosts),
         "hosts": hosts[(page - 1) * HOSTS_A_PAGE : page * HOSTS_A_PAGE], "waiting": len(whole.waiting_that_fit),
-        "yields": _yields(view), "jobs": job_cells(view.jobs[:MAX_JOBS]), "more_jobs": len(view.jobs) - MAX_JOBS,
+        "yields": [(part, milliseconds(time_s)) for part, time_s in times if time_s is not None],
+        "jobs": job_cells(view.jobs[:MAX_JOBS]), "more_jobs": len(view.jobs) - MAX_JOBS,
         "effects": [(one.job, local_second(one.at_s), effect_sentence(one)) for one in view.effects],
     }  # fmt: skip
     return Page("now.html", values, REFRESH_S)
@@ -122,9 +122,7 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
         raise RefusedError(404, f"job {number}: nothing on record; Cadenza never saw it or has deleted its record")
     # 1. When it had its GPUs, also those that it has now.
     rows = [*reader.leases(job=number, limit=1000), *(row for row in _current(last) if row.job == number)]
-    stretches = [
-        Stretch(_place(row), row.from_s, row.to_s, color=1, text=_stretch_text(row, _place(row))) for row in rows
-    ]
+    stretches = [Stretch(_place(row), row.from_s, row.to_s, 1, _stretch_text(row, _place(row))) for row in rows]
     begin_s = min((one.from_s for one in stretches), default=0.0)
     if record.job is not None and record.job.submit_s > 0:
         begin_s = min(begin_s or last.at_s, record.job.submit_s)
@@ -156,14 +154,11 @@ def host(site: Site, reader: StoreReader, asked: Question) -> Page:
     if not nodes:
         raise RefusedError(404, "Slurm has no host of this name")
     since_s = last.at_s - HOUR_S
-    rows = [
-        *reader.leases(since_s, host=asked.name),
-        *(row for row in _current(last) if row.host == asked.name),
-    ]
+    rows = [*reader.leases(since_s, host=asked.name), *(row for row in _current(last) if row.host == asked.name)]
     names = {one.key.id: one.name for one in last.snapshot.jobs}
     owners = {one.key.id: one.user for one in last.snapshot.jobs}
     stretches: list[Stretch] = []
-    colors: dict[int, int] = {}  # 0 is the job of all whom the viewer may not see
+    colors: dict[int, int] = {}  # 0 stands for all jobs that the viewer may not see
     for row in sorted(rows, key=lambda row: -row.to_s):
         if row.job not in owners:
             owners[row.job] = reader.past_owner(row.job) or ""
@@ -196,10 +191,8 @@ def turns(site: Site, reader: StoreReader, asked: Question) -> Page:
     for kind in sorted({row.kind for row in rows}, reverse=True):
         mine = [row for row in rows if row.kind == kind]
         times = sorted(row.total_s for row in mine)
-        kinds.append(
-            (kind, len(mine), *(milliseconds(_percentile(times, part)) for part in (0.5, 0.99, 1.0)),
-             f"{sum(row.bytes for row in mine) / 1e9:.1f} GB")
-        )  # fmt: skip
+        percentiles = (milliseconds(percentile(times, part) or 0.0) for part in (0.5, 0.99, 1.0))
+        kinds.append((kind, len(mine), *percentiles, f"{sum(row.bytes for row in mine) / 1e9:.1f} GB"))
     bars = columns((row.at_s for row in rows if row.kind == "yield"), since_s, last.at_s, PARTS_OF_HOUR)
     slowest = sorted(rows, key=lambda row: -row.total_s)[:MAX_SLOWEST] if asked.viewer.everything else []
     values = {
@@ -296,16 +289,6 @@ def _place(row: LeaseRow) -> str:
 
 def _stretch_text(row: LeaseRow, name: str) -> str:
     return f"{name}, {local_second(row.from_s)} to {local_second(row.to_s)}, {about(row.to_s - row.from_s)}"
-
-
-def _yields(view: TopView) -> str:
-    if view.yield_p50_s is None or view.yield_p99_s is None:
-        return ""
-    return f"p50 {milliseconds(view.yield_p50_s)}, p99 {milliseconds(view.yield_p99_s)}"
-
-
-def _percentile(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
 def _number(text: str) -> int:

@@ -7,7 +7,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache, partial
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -45,6 +44,9 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATIC = {"web.css": "text/css", "web.js": "text/javascript", "icon.svg": "image/svg+xml"}
+NO_PAGE = RefusedError(404, "no page here")
+WORDS = ("page", "partition", "since")
+"""Words of a query that change a page; any other would only have the same page made anew."""
 MENU = {"": "Now", "turns": "Turns", "report": "Report", "whatif": "What-ifs"}
 
 
@@ -75,12 +77,16 @@ class Server:
                 Route("/whatif/{name}", self._saved),
                 Route("/static/{name}", _static),
             ],
-            exception_handlers={404: _no_page, RefusedError: _refused, StoreError: _refused},
+            exception_handlers={
+                404: lambda request, _: _refused(request, NO_PAGE),
+                RefusedError: _refused,
+                StoreError: _refused,
+            },
         )
 
     async def _page(self, make: PageMaker, request: Request) -> Response:
         asked = self._question(request)
-        key = (make, asked.viewer, request.url.path, request.url.query)
+        key = (make, asked.viewer, asked.name, *(asked.query.get(word) for word in WORDS))
         async with self._locks[make]:  # requests that wait for the same page take no threads
             kept = self._kept.get(key)
             if kept is None or kept.until_s < self._site.clock.monotonic():
@@ -161,22 +167,11 @@ def _response(
     return Response(body, status, headers, kind)
 
 
-@cache
-def _static_body(name: str) -> bytes:
-    if name.endswith(".css"):
-        return _environment().get_template(name).render().encode()
-    return b"".join(
-        (files(package) / "templates" / one).read_bytes()
-        for package, one in (("cadenza.slurm_plugin.report", "sort.js"), (__package__, name))
-        if one == name or name.endswith(".js")
-    )
-
-
 def _static(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in STATIC:
-        raise RefusedError(404, "no page here")
-    return _response(request, _static_body(name), STATIC[name])
+        raise NO_PAGE
+    return _response(request, _environment().get_template(name).render().encode(), STATIC[name])
 
 
 def _to_job(request: Request) -> Response:
@@ -191,8 +186,3 @@ def _refused(request: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, RefusedError) else 503
     reason = str(error) if isinstance(error, RefusedError) else "the service's record cannot be read"
     return _response(request, rendered("problem.html", request, status=status, reason=reason), "text/html", status)
-
-
-def _no_page(request: Request, error: Exception) -> Response:
-    del error
-    return _refused(request, RefusedError(404, "no page here"))

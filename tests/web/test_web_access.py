@@ -206,6 +206,7 @@ def test_a_round_is_decoded_once_for_all_and_the_next_one_is_seen(
     with serving(path, str(tmp_path / "web.sock")) as found:
         for user in ("ada", "bob", "", "ada"):
             assert "Round 2 at" in found.get("/", *named(user)).text
+        assert found.get("/static/web.js").text.count("addEventListener") == 2, "that of the report's tables, and ours"
         assert len(made) == 1
         writer = SqliteStore(path, SystemClock())
         writer.begin(cluster(), Decision((), Memory(), {}), (), Memory())

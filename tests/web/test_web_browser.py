@@ -56,8 +56,11 @@ def browser(tmp_path_factory):
         yield driver
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1400, "dark"), (640, "light"), (360, "dark")])
-@pytest.mark.parametrize("path", PATHS)
+LOOKS = [(path, *look) for path in PATHS for look in ((1400, "light"), (360, "dark"))]
+LOOKS += [(path, 640, "light") for path in ("/", "/jobs/1", "/report")]
+
+
+@pytest.mark.parametrize(("path", "width", "scheme"), LOOKS)
 def test_a_page_is_whole_for_eyes_and_for_aids(browser, site, path, width, scheme):
     """640 pixels are a screen of 1,280 at 200 %, and 360 a phone."""
     browser.look_like(width=width, scheme=scheme)

@@ -142,8 +142,8 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         gpu_rows(snapshot, recent.others),
         job_rows(last, recent.actions),
         len(durations),
-        _percentile(durations, 0.5),
-        _percentile(durations, 0.99),
+        percentile(durations, 0.5),
+        percentile(durations, 0.99),
         tuple(recent.effects),
         idle,
         fit,
@@ -256,6 +256,6 @@ def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: Ac
     )  # fmt: skip
 
 
-def _percentile(ordered: Sequence[float], part: float) -> float | None:
+def percentile(ordered: Sequence[float], part: float) -> float | None:
     """Return the nearest-rank percentile of sorted values, or None without values."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None

@@ -1,3 +1,5 @@
+{% include "sort.js" %}
+
 // Fetches the page again every few seconds and shows its new content, unless its reader is in the middle of it.
 // The page needs none of it.
 const seconds = Number(document.body.dataset.refresh);
