@@ -126,7 +126,12 @@ KINDS: Mapping[str, Kind] = {
             Key("load", above_zero, "8", "jobs an hour"),
             Key("split", read_split, "20/70/10", "percent of image, language and speech models"),
             Key("jobs", count, "9000", "number of jobs"),
-            Key("gpus", one_of("single", "synthetic"), "single", "one GPU a job, or 1, 2, 4, 8 at 70, 10, 15, 5 %"),
+            Key(
+                "gpus",
+                one_of("single", "synthetic"),
+                "single",
+                "single: one GPU a job; synthetic: 1, 2, 4, 8 at 70, 10, 15, 5 %",
+            ),
             SEED,
         ),
         _synergy,

@@ -32,6 +32,7 @@ MESSAGES = {
     "kept in": "would {}: {} [kept in: {}]",
 }
 """Sentences of ``cadenza why`` about a job or an action, with a place for each variable part."""
+WORDS = "level, quantum, lease and other words: docs/glossary.md"
 
 
 @click.command("why")
@@ -83,6 +84,7 @@ def lines(record: JobRecord) -> Iterator[str]:
     for title, rows in sections(record):
         yield f"{title} (newest first):"
         yield from (f"  {row}" for row in rows)
+    yield WORDS
 
 
 def sections(record: JobRecord) -> list[tuple[str, list[str]]]:
@@ -102,7 +104,7 @@ def state_lines(job: Job) -> Iterator[str]:
     where = ",".join(job.nodes) or "no node"
     yield f"{job.state} on {where}, {job.gpus} GPUs, user {job.user}, partition {job.partition}"
     if job.lease:
-        yield f"lease {job.lease.state}, {job.lease.vtime_s:.1f} s of virtual time, {job.lease.step} steps"
+        yield f"lease {job.lease.state}, {job.lease.step} steps, {job.lease.vtime_s:.1f} s of GPU time count for turns"
         yield from _measured(job.lease)
         if job.lease.requeue_owner:
             yield MESSAGES["requeue owner"].format(job.lease.requeue_owner)
