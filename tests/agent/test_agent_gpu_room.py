@@ -35,6 +35,7 @@ class Gpu:
     divided: bool = False
     looks: int = 0
     fault: str = ""
+    names: tuple[str, ...] = ()
 
     def processes(self) -> dict[int, int | None]:
         self.looks += 1
@@ -193,6 +194,18 @@ def test_nothing_moves_where_the_next_job_would_not_fit_and_it_is_said_once(rig:
     rig.of(3).gpu_bytes = (50 * GIB,)
     rig.run_once(1.0)
     assert rig.host.run(rig.of(1).key).not_ready_reason(rig.of(1), rig.time.passed) is None
+
+
+def test_the_job_without_room_has_its_lease_as_soon_as_the_one_that_would_have_kept_it_is_gone(rig: Rig) -> None:
+    rig.of(2).gpu_bytes = (60 * GIB,)
+    rig.gpus[0].bytes_of[FIRST] = 61 * GIB
+    rig.stop(1, held=60 * GIB, stays=25 * GIB)
+    assert rig.report(2).no_room
+    rig.host.leases.drop(rig.of(1), rig.time.now())
+    rig.gpus[0].bytes_of = {}
+    for _ in range(3):
+        rig.run_once(0.1)
+    assert rig.of(2).state == "held"
 
 
 def test_what_a_job_would_keep_is_measured_again_after_a_while(rig: Rig) -> None:

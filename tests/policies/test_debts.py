@@ -24,7 +24,8 @@ class Job:
 
     number: int
     conduct: str = "obeys"
-    """*obeys*, *refuses* each stop, or refuses and *restarts* by its owner's requeue."""
+    """*obeys*, *refuses* each stop, or refuses and *restarts* by its owner's requeue; or *keeps* so much of the GPU's
+    memory that nobody has room beside it, for which it is not asked to stop."""
     restart: int = 0
     state: str = "waiting"
     vtime_s: float = 0.0
@@ -41,11 +42,12 @@ class Job:
     def vtime(self, now_s: float) -> float:
         return self.vtime_s + (now_s - self.since_s if self.state == "held" else 0.0)
 
-    def seen(self, now_s: float):
+    def seen(self, now_s: float, *, room: bool):
         held_s = now_s - self.since_s if self.state == "held" else 0.0
         facts = lease(
             self.state, 0, vtime_s=self.vtime(now_s), held_s=held_s, refusals=self.refusals,
-            waited_s=0.0 if held_s else now_s - self.since_s, ready=now_s >= self.retry_s,
+            waited_s=0.0 if held_s else now_s - self.since_s,
+            ready=now_s >= self.retry_s and self.conduct != "keeps", no_room="" if room or held_s else "too full",
         )  # fmt: skip
         lane = f"node1-l{self.number}" if self.number else "node1"
         one = job(self.number, user=f"user{self.number}", nodes=(lane,), lease=facts, start_s=NOW - 800)
@@ -65,7 +67,9 @@ def shares(*jobs: Job, seconds: int = 800, rules=RULES) -> list[float]:
         for one in jobs:  # those that come back begin with the least virtual time of those they meet
             if one.back_s == now_s:
                 one.vtime_s = min(other.vtime(now_s) for other in jobs if other is not one and other.back_s <= now_s)
-        snapshot = replace(cluster(*(one.seen(now_s) for one in jobs), nodes=LANES), time_s=float(now_s))
+        room = not any(one.conduct == "keeps" and one.state == "held" for one in jobs)
+        seen = [one.seen(now_s, room=room) for one in jobs]
+        snapshot = replace(cluster(*seen, nodes=LANES), time_s=float(now_s))
         decision = decide(snapshot, memory, rules)
         memory = remember(decision.memory, decision.actions, snapshot)
         by_key = {one.key: one for one in jobs}
@@ -103,6 +107,14 @@ def test_who_refuses_stops_does_not_gain_by_its_requeues(turns, conduct):
     honest, refuses = Job(0), Job(1, conduct)
     assert shares(honest, refuses, rules=replace(RULES, turns=turns))[0] > 0.45
     assert refuses.restart > 5
+
+
+@pytest.mark.parametrize("turns", ["fair", "order"])
+def test_who_would_keep_too_much_of_the_gpu_owes_the_time_for_which_others_had_no_room(turns):
+    """It has them for ``lease_wait_s`` and may owe half of that."""
+    honest, keeps = Job(0), Job(1, "keeps")
+    assert shares(honest, keeps, rules=replace(RULES, turns=turns, lease_wait_s=30.0))[0] > 0.3
+    assert keeps.restart > 5
 
 
 def test_who_refuses_stops_has_its_third_next_to_two_others():

@@ -20,7 +20,9 @@ def with_debts(contenders: Sequence[Contender], state: SharingState) -> list[Con
     """Return the contenders with what they owe, and remember what the next start of each would owe."""
     debts = {debt.id: debt for debt in state.memory.sharing.debts}
     latest = {c.key.id: c for c in sorted(contenders, key=lambda c: c.key)}
-    waiting = {gpu for c in contenders if not c.holding and c.eligible for gpu in c.gpus}
+    # A job may have no room only because of what the holder keeps: it waits as well.
+    barred = {job.key for job in state.all_jobs if job.lease is not None and job.lease.no_room}
+    waiting = {gpu for c in contenders if not c.holding and (c.eligible or c.key in barred) for gpu in c.gpus}
     for number, contender in latest.items():
         contested = not waiting.isdisjoint(contender.gpus)
         debts[number] = _updated(debts.get(number), contender, state.settings, contested=contested)

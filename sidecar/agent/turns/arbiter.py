@@ -218,9 +218,9 @@ class Arbiter:
     def _look_for_room(self, lease: Lease) -> None:
         """Note a job that would have no room even if the present holders of its GPUs left; forget an old note."""
         watch, run, now = self.coordinator.gpus, self.host.run(lease.key), self.host.clock.monotonic()
-        if now >= run.no_room_until:
-            run.no_room = ""
         holders = self.host.leases.blockers(lease)
+        if now >= run.no_room_until or run.no_room_beside.difference(holder.key for holder in holders):
+            run.no_room, run.no_room_beside = "", frozenset()
         if watch is None or run.no_room or not holders:
             return
         kept: dict[int, int] = {}
@@ -233,6 +233,7 @@ class Arbiter:
         found = gpu_room.shortage(lease, watch.last, self.host.leases, self.host.named, kept, leaving)
         if found:
             run.no_room, run.no_room_until = found, now + NO_ROOM_S
+            run.no_room_beside = frozenset(holder.key for holder in holders)
 
     def _look_for_use(self, lease: Lease) -> None:
         """Note why no job that waits could use what a holder would free, by what it kept or would have kept before."""
