@@ -252,7 +252,10 @@ def test_a_job_that_would_not_fit_in_any_case_stops_nobody_from_yielding(rig: Ri
     rig.gpus[0].bytes_of = {FIRST: 31 * GIB, 1: 30 * GIB}
     rig.stop(1, held=30 * GIB)
     rig.moved(1, 0, kept=GIB)
+    for _ in range(3):
+        rig.run_once(0.1)
     assert rig.host.run(rig.of(2).key).no_room
+    assert rig.of(2).state == "waiting"
     assert rig.host.run(rig.of(1).key).useless == ""
 
 
