@@ -62,8 +62,9 @@ static int option_given(int value, const char *text, int remote)
 struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
-	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N "
-		 "late=yes|no graphs=yes|no checkpoints=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
+	.usage = "[cadenza] make way for other jobs, and share GPUs; keys: share=yes|no checkpoints=yes|no late=yes|no "
+		 "graphs=yes|no iterations=N duration_s=N min_gpus=N max_gpus=N batch=global|per-gpu model=NAME priority=N; "
+		 "'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };

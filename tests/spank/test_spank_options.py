@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def test_bare_means_share(library: ctypes.CDLL, text: str | None) -> None:
 def test_opt_out(library: ctypes.CDLL, text: str) -> None:
     options, why = parse(library, text)
     assert (options.share, why) == (False, "")
+
+
+def test_sbatchs_help_names_every_key(library: ctypes.CDLL) -> None:
+    _, why = parse(library, "nonsense=1")
+    usage = (LUA.parents[1] / "spank" / "cadenza.c").read_text().partition(".usage = ")[2].partition(".has_arg")[0]
+    named = re.findall(r"[a-z_]+(?=,)", why.partition("(known: ")[2])
+    assert {"share", "duration_s"} <= set(named)
+    assert [key for key in named if f"{key}=" not in usage] == []
 
 
 def test_every_key(library: ctypes.CDLL) -> None:
