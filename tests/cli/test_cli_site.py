@@ -26,6 +26,7 @@ from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.site.checks import Finding, examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
+from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import LargestState, host_faults
@@ -490,6 +491,32 @@ def test_doctor_compares_kill_wait_with_a_checkpoint_of_the_largest_state(
     assert found.observation.startswith(text)
     assert found.advice.startswith("KillWait=40, or" if level == "WARN" else "")
     assert all(one.about != "KillWait" for one in examine(changed(facts, largest_state=None)))
+
+
+@pytest.mark.parametrize(
+    ("running", "to", "expected"),
+    [
+        ("26.05.5", (26, 11), {("OK", "Slurm"), ("OK", "Slurm's JSON"), ("WARN", "pyslurm"), ("WARN", "plugin")}),
+        ("26.05.5", (26, 5), {("OK", "Slurm"), ("OK", "Slurm's JSON")}),
+        ("24.11.5", (26, 5), {("OK", "Slurm"), ("OK", "Slurm's JSON"), ("WARN", "SchedulerParameters")}),
+        ("24.11.5", (26, 11), {("FAIL", "Slurm"), ("OK", "Slurm's JSON")}),
+        ("26.05.5", (24, 11), {("FAIL", "Slurm"), ("OK", "Slurm's JSON")}),
+        ("28.05.1", (28, 11), {("OK", "Slurm"), ("FAIL", "Slurm's JSON")}),
+    ],
+)
+def test_doctor_says_what_an_upgrade_of_slurm_would_meet(
+    tmp_path: Path, running: str, to: tuple[int, int], expected: set[tuple[str, str]]
+) -> None:
+    slurm = {**SLURM, "SLURM_VERSION": running, "SchedulerParameters": "bf_interval=1"}
+    found = {(one.level, one.about) for one in upgrade(changed(healthy(tmp_path), slurm=slurm), to)}
+    assert expected <= found
+    assert (("WARN", "SchedulerParameters") in found) == (running < "25.11")
+
+
+def test_doctor_takes_releases_of_slurm_only(tmp_path: Path) -> None:
+    done = run("doctor", "--to", "26.5", "--config", str(write_config(tmp_path)))
+    assert done.exit_code == 2
+    assert "'26.5' is no release such as 26.05" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,13 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 NEEDS = (("FAIL", "problem"), ("WARN", "warning"))
 
 
+def _release(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """Return a release of Slurm, such as 26.05, as its two numbers."""
+    if value is None or re.fullmatch(r"\d\d\.(05|11)", value):
+        return None if value is None else (int(value[:2]), int(value[3:]))
+    raise click.BadParameter(f"{value!r} is no release such as 26.05", ctx, param)
+
+
 @click.command("doctor")
 @click.option("--gpu", is_flag=True, help="Check this machine's GPUs, driver and site scripts instead, on a GPU host.")
 @click.option(
@@ -29,11 +37,15 @@ NEEDS = (("FAIL", "problem"), ("WARN", "warning"))
     help="With --gpu: a Python that has the torch of jobs, for the trial of the offload engine.",
 )
 @click.option("--ranks", is_flag=True, help="With --gpu: try jobs of several ranks, too; takes minutes.")
+@click.option("--to", metavar="RELEASE", callback=_release, help="Check what an upgrade of Slurm would meet: 26.05.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Write findings, settings, and Slurm's jobs and nodes for a bug report, too.")  # fmt: skip
 @json_option
 @config_option
-def doctor(*, gpu: bool, python: str, ranks: bool, save: Path | None, as_json: bool, config: Path | None) -> None:
+def doctor(  # noqa: PLR0913 - an argument for each option
+    *, gpu: bool, python: str, ranks: bool, to: tuple[int, int] | None, save: Path | None, as_json: bool,
+    config: Path | None,
+) -> None:  # fmt: skip
     """Check this site: versions, lanes, partitions, keys, agents.
 
     Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing but the record of two trials
@@ -42,10 +54,13 @@ def doctor(*, gpu: bool, python: str, ranks: bool, save: Path | None, as_json: b
     --save has names of users and jobs, and comments: read it before you send it.
     """
     from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade  # noqa: PLC0415
 
     if ranks and not gpu:
         raise click.UsageError("--ranks needs --gpu")
-    if gpu:
+    if to is not None:
+        findings: tuple[Finding, ...] = tuple(upgrade(gather(config), to))
+    elif gpu:
         from cadenza.sidecar.agent_settings import AgentSettings, load_settings  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
