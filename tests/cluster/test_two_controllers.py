@@ -215,7 +215,7 @@ def test_the_service_of_the_other_controller_takes_over_in_mid_turn(
 def test_a_lost_controller_is_restored_on_the_other_machine_and_what_was_ours_is_undone(both: Cluster) -> None:
     saved = "/home/shared/cadenza.tar.gz"
     both.service("ctl2", "stop", "cadenzad")
-    both.exec("ctl2", "sh", "-c", "rm -f /var/lib/cadenzad/cadenza.db*")
+    both.exec("ctl2", "sh", "-c", "rm -rf /var/lib/cadenzad/cadenza.db*")
     jobs = [both.paced(name, iterations=4000) for name in ("one", "two")]
     wait_for("a suspend", lambda: "SUSPENDED" in {both.state(job) for job in jobs}, 90)
     both.cadenza("backup", saved)
