@@ -47,6 +47,7 @@ from cadenza.sidecar.agent.turns.early_use import EarlyUse
 from cadenza.sidecar.agent.turns.memory_guard import MemoryGuard
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.orders import JobOrder
 from cadenza.sidecar.sd_notify import notify
@@ -160,13 +161,17 @@ class Daemon:
             return None
         return read_keys(Path(self._settings.keys), self._settings.host_name)
 
-    def _metrics_server(self, version: str) -> MetricsServer:
-        """Return the running server of ``/metrics``; raise ConfigError if it cannot be had."""
-        registry = new_registry("agent.metrics")
-        from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
+    def _metrics_server(self, version: str) -> MetricsServer | None:
+        """Return the running server of ``/metrics``; None if it cannot be had, for jobs need none."""
+        try:
+            registry = new_registry("agent.metrics")
+            from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
 
-        self._count = AgentMetrics(registry, self.host, version, self._lanes.faults).messages
-        return MetricsServer(self._settings.metrics, "agent.metrics", registry, self.illness)
+            self._count = AgentMetrics(registry, self.host, version, self._lanes.faults).messages
+            return MetricsServer(self._settings.metrics, "agent.metrics", registry, self.illness)
+        except ConfigError as error:
+            log.error("no metrics: %s", error)  # noqa: TRY400 - the message is complete
+            return None
 
     def illness(self) -> str:
         """Return why this agent serves no job, in one line; "" if it does. For any thread."""

@@ -105,7 +105,10 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         stack.callback(owners.close)
         # 5. The figures for Prometheus.
         if table.metrics:
-            stack.callback(_metrics_server(loop, parts).close)
+            try:
+                stack.callback(_metrics_server(loop, parts).close)
+            except ConfigError as error:  # jobs need no metrics
+                log.error("no metrics: %s", error)  # noqa: TRY400 - the message is complete
         # 6. Rounds until a signal, then an orderly end.
         _run(loop, config, watchdog)
     return 0

@@ -68,6 +68,7 @@ def test_a_new_agent_removes_what_is_no_longer_true(tmp_path: Path) -> None:
     table.grant(table.register(lease(7, 0), 0.0), 1.0)
     files.write(table, LOOK)
     (tmp_path / "gpu-jobs" / ".new-3").write_text("")
+    (tmp_path / "gpu-jobs" / "4").mkdir()
     GpuJobFiles(tmp_path).write(LeaseTable(), NO_LOOK)
     assert found(tmp_path) == {}
 
@@ -163,6 +164,14 @@ def test_nvml_tells_the_names_that_exporters_have() -> None:
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
+
+
+def test_an_agent_whose_metrics_cannot_be_had_serves_its_jobs(new_agent: Callable[..., Agent]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        agent = new_agent(metrics=f"127.0.0.1:{taken.getsockname()[1]}").up()
+        until(lambda: "no metrics: agent.metrics = '127.0.0.1:" in agent.log(), "a line in the log")
+    holder = agent.talk()
+    holder.until_granted(holder.start(1, [0]))
 
 
 def test_an_agent_keeps_its_files_and_tells_prometheus_of_its_leases(

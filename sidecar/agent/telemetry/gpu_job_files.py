@@ -39,7 +39,8 @@ class GpuJobFiles:
         if self._written is None:
             self._written = self._found()
         for name in self._written.keys() - wanted.keys():
-            (self._run / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self._run / name).unlink(missing_ok=True)
         for name, text in wanted.items():
             if self._written.get(name) != text:
                 self._put(self._run / name, text)
