@@ -45,12 +45,9 @@ KEYS = {
         Key("share-between-users", "yes|no", "Whether jobs of different users may share a GPU."),
         Key("place", "yes|no", "Whether the policy pins waiting jobs to nodes; else Slurm chooses."),
         Key("through-slurm", "yes|no", "Whether moves and requests go through Slurm (default: without sharing no)."),
-        Key("backfill", "yes|no", "Whether jobs past those that are to run may use what is left (default: yes)."),
     ),
     "Keys of --set: time, costs and faults": (
         Key("round", "SECONDS", "Time between rounds (default: 60; without sharing 300)."),
-        Key("events", "yes|no", "Run a round at each arrival and end too (default: with sharing)."),
-        Key("horizon", "SECONDS", "End here, whatever still runs."),
         Key("costs", "FILE", "Seconds that switches take, as TOML (default: those that come with Cadenza)."),
         Key("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
         Key("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),
@@ -61,7 +58,6 @@ KEYS = {
         Key("assign", "I/L/S", "Give jobs without a model one: percent of image, language and speech models."),
         Key("window", "FROM:TO", "Completion times of the jobs with these positions only, and end when they are done."),
         Key("load-sweep", "FROM:TO:STEP", "Run a workload at each load, in jobs an hour."),
-        Key("more-movable", "yes", "Run again with a tenth more of the jobs that keep checkpoints."),
     ),
 }
 VARIABLES = (

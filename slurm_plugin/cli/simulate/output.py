@@ -101,11 +101,6 @@ def _remarks(results: Results) -> Iterator[str]:
         yield f"{results.opted_in} of {jobs} jobs opted in"
     if results.request.shared or results.opted_in < jobs:
         yield f"{movable} of {jobs} jobs can move (they keep checkpoints)"
-    if results.more_movable:
-        gain = ratios(results.more_movable, results.summaries)
-        figures = (("mean", "avg_jct_h"), ("median", "p50_jct_h"), ("p99", "p99_jct_h"))
-        parts = [f"{name} {ratio:.2f}" for name, key in figures if (ratio := gain[key]) is not None]
-        yield f"with a tenth more that can move, completion times are {', '.join(parts)} times these"
     if results.unshareable is not None and (text := results.unshareable.text()):
         yield text
 

@@ -17,7 +17,7 @@ from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MAX_LANES, PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, read_costs
-from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted
+from cadenza.policies.inputs.csv_table import decode, integer, number, quoted
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import packing_pairs, read_interference
 from cadenza.policies.inputs.model_mix import model_mix, read_split
@@ -153,7 +153,6 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         queue, nodes = _ordered(words, queue, trace or (), nodes)
         trace = trace and tuple(_of_any_type(trace, nodes))
     # 3. Time, costs and faults.
-    events = _one_of(words["events"], "--set events", YES_NO, "yes" if shared else "no") == "yes"
     failures, costs, interference = words["failures"], words["costs"], words["interference"]
     pairs = packing_pairs(profiles, gandiva_table1()) if shared else {}
     if interference is not None:
@@ -169,8 +168,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         else default_costs(),
         synergy=synergy,
         lanes=lanes,
-        rounds_on_events=events,
-        horizon_s=positive(words["horizon"], "--set horizon", LONGEST_S) if words["horizon"] else None,
+        rounds_on_events=shared,
         until_done=_window(words["window"]),
         failures=read_failures(read_file(failures, "--set failures"), failures, nodes) if failures else (),
         load=site.load if site is not None else (),
@@ -188,7 +186,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     settings = service_settings(names, setup, {name for node in nodes for name in node.partitions})
     if names.through_slurm:
         setup = replace(setup, guard=replace(guard_settings(settings), killed=False))
-    rules = _policy_settings(words, names, setup, settings)
+    rules = _policy_settings(names, setup, settings)
     policy = build(names.order, names.allocate, names.share, rules)
     warm(names.allocate)
     _check_writable(words)
@@ -279,11 +277,10 @@ def service_settings(names: Names, setup: Setup, partitions: Collection[str] = (
     )
 
 
-def _policy_settings(words: Mapping[str, Any], names: Names, setup: Setup, settings: Settings) -> PolicySettings:
+def _policy_settings(names: Names, setup: Setup, settings: Settings) -> PolicySettings:
     """Return the settings that the policy runs under; the costs that it expects are those of the simulation."""
     costs = Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s)
-    usual = "no" if setup.synergy and names.order == "las" else "yes"  # LAS offers nothing to the rest of its queue
-    backfill = _one_of(words["backfill"], "--set backfill", YES_NO, usual) == "yes"
+    backfill = not (setup.synergy and names.order == "las")  # there LAS offers nothing to the rest of its queue
     live = policy_settings(settings)
     if names.through_slurm:
         return replace(live, backfill=backfill, costs=replace(live.costs, tune_s=costs.tune_s))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from math import ceil
-from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -76,8 +74,6 @@ class Results:
     """Jobs that keep checkpoints, of those that opted in, and all jobs."""
     opted_in: int = 0
     """Jobs that opted in."""
-    more_movable: tuple[Summary, ...] = ()
-    """With a tenth more of all jobs that keep checkpoints; empty unless asked for."""
     unshareable: Unshareable | None = None
     """The first run's; None without sharing."""
 
@@ -129,8 +125,6 @@ class Results:
             found["ratio_to_ideal_las"] = self.ratio_to_ideal
         found["opted_in_jobs"] = self.opted_in / jobs if jobs else None
         found["weights"] = msgspec.structs.asdict(self.request.setup.queue.weights)
-        if self.more_movable:
-            found["more_movable"] = ratios(self.more_movable, self.summaries)
         return found
 
 
@@ -163,7 +157,6 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
     ideal: list[Ideal] = []
     whole = [node for node in request.nodes if node.lane == 0]
     gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
-    more: list[Summary] = []
     movable = total = opted_in = 0
     unshareable = None
     short = False
@@ -190,14 +183,11 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
             easy.append(summarize(first, request.window, synergy=request.setup.synergy))
             jct_s = sorted(ideal_las(jobs, gpus)[slice(*request.window) if request.window else slice(None)])
             ideal.append(Ideal(fmean(jct_s) / HOUR, quantile(jct_s, 0.5) / HOUR, quantile(jct_s, 0.99) / HOUR))
-        if request.words["more_movable"]:
-            again = _simulated(request, _with_more_movable(jobs, seed), f"{title} with more jobs that move")
-            more.append(summarize(again, request.window, synergy=request.setup.synergy))
         if unshareable is None and request.shared:
             unshareable = unshareable_jobs(jobs, request.nodes, between_users=request.shared == "between users")
     return Results(
         request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), tuple(easy),
-        tuple(ideal), tuple(base_runs), (movable, total), opted_in, tuple(more), unshareable,
+        tuple(ideal), tuple(base_runs), (movable, total), opted_in, unshareable,
     )  # fmt: skip
 
 
@@ -211,13 +201,6 @@ def _baseline(request: Request, jobs: tuple[TraceJob, ...]) -> Result:
     whole = tuple(node for node in request.nodes if node.lane == 0)
     rules = PolicySettings(partitions=frozenset({PARTITION}), backfill=False)
     return simulate(jobs, whole, build("fifo", "proportional", "none", rules), setup)
-
-
-def _with_more_movable(jobs: tuple[TraceJob, ...], seed: int) -> tuple[TraceJob, ...]:
-    """Return the jobs with a tenth of all, drawn among those that keep no checkpoints, that keep them now."""
-    stuck = [job.id for job in jobs if job.managed and not job.checkpoints]
-    drawn = set(Random(seed).sample(stuck, min(ceil(len(jobs) / 10), len(stuck))))  # noqa: S311 (repeatable draws)
-    return tuple(replace(job, checkpoints=True) if job.id in drawn else job for job in jobs)
 
 
 def _simulated(
