@@ -16,7 +16,6 @@ from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from cadenza.profiler.measure.finished_points import State
     from cadenza.profiler.measure.offline_run import Offline
@@ -107,7 +106,7 @@ def run(**words: Any) -> None:
     _print(options, finding, state)
 
 
-def _session(options: SimpleNamespace, command: Sequence[str]) -> Offline:
+def _session(options: SimpleNamespace, command: tuple[str, ...]) -> Offline:
     """Return the measurement that the options ask for; raise InputError for a wrong option."""
     from cadenza.profiler.measure.environment import parse_list, parse_node  # noqa: PLC0415
     from cadenza.profiler.measure.offline_run import Offline, Request  # noqa: PLC0415
@@ -198,14 +197,14 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
 # --- pair ----------------------------------------------------------------------------------------------------
 
 
-def _pair(options: SimpleNamespace, words: Sequence[str]) -> None:
+def _pair(options: SimpleNamespace, words: tuple[str, ...]) -> None:
     """Measure the command and the one beside it on the same GPU and CPUs: each alone, then both together."""
     from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415 (slow, like all below)
     from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
 
     out = options.out or Path("pairs.csv")
-    both = [tuple(words), tuple(shlex.split(options.beside))]
+    both = [words, tuple(shlex.split(options.beside))]
     sides = [Side(name, one) for name, one in zip(_names(options.model, both), both, strict=True)]
     rows = _other_rows(out, sides[0].model, sides[1].model)
     result = measure(sides, out.with_suffix(".log"), SystemClock(), _rule(options))
