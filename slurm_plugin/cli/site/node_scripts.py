@@ -37,8 +37,12 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"\bnproc\b|\blscpu\b|/proc/cpuinfo|SLURM_CPUS_ON_NODE|SLURM_JOB_CPUS_PER_NODE"),
         "compares CPUs with the host's: a job that has all of its lane is not alone",
     ),
+    (
+        re.compile(r"/run/gpustat\b|\bdcgm[\w./-]*(job|map)[\w./-]*"),
+        "writes an exporter's file: another lane's jobs overwrite and remove it; the agent has such, see docs/metrics.md",
+    ),
 )
-"""Host-wide tests and kills, with what goes wrong where a host has lanes."""
+"""Host-wide tests, kills and files, with what goes wrong where a host has lanes."""
 
 
 class SiteScripts(msgspec.Struct, frozen=True):
