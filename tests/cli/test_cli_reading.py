@@ -174,6 +174,7 @@ def test_why_tells_the_decision_and_the_measured_yield(sharing: Path) -> None:
     assert "job 1: its turn ends: job 2 is next on n1:gpu0-1" in done.stdout
     assert "yield: job 2 is next on n1:gpu0-1" in done.stdout
     assert "n1 yield in 25.0 ms, of which 21.0 ms to the boundary" in done.stdout
+    assert done.output.endswith("docs/glossary.md\n"), "its words are explained there"
     found = json.loads(run("why", "1", "--json", "--config", str(sharing)).stdout)
     assert found["actions"][0]["allowed"] is True
     assert found["switches"][0]["boundary_s"] == 0.021
@@ -312,6 +313,7 @@ def test_top_says_that_the_kill_switch_is_set(sharing: Path, tmp_path: Path) -> 
     assert not any("kill switch" in one for one in said())
     (tmp_path / "STOP").touch()
     assert f"the kill switch is set, no action leaves: rm {tmp_path}/STOP" in said()
+    assert run("top", "--once", "--config", str(sharing)).stdout.startswith("cadenza STOPPED")
 
 
 def test_top_and_why_read_past_a_damaged_round(sharing: Path) -> None:

@@ -28,6 +28,7 @@ from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
+from cadenza.slurm_plugin.service import settings
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import LargestState, host_faults
 
@@ -47,6 +48,11 @@ def test_keygen_writes_a_pair_for_each_and_keeps_the_secrets_secret(tmp_path: Pa
         assert zmq.auth.load_certificate(tmp_path / "keys" / f"{name}.key") == (public, None)
         assert stat.S_IMODE((tmp_path / "keys" / f"{name}.key_secret").stat().st_mode) == 0o600
     assert len({path.read_bytes() for path in (tmp_path / "keys").rglob("*.key")}) == 3
+
+
+def test_keygen_writes_where_the_service_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "DEFAULT_PATH", write_config(tmp_path))
+    assert run("keygen", "n1").stdout.splitlines()[-1] == f"{tmp_path}/keys/agents/n1.key_secret"
 
 
 def test_keygen_does_not_replace_keys_unasked(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from cadenza.policies.core.model import Gpu
 from cadenza.policies.core.text import gpu_names, printable
 from cadenza.slurm_plugin.cli.common import NO_ROUND
-from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView
+from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, STOPPED, JobRow, TopView
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.units import about
 
@@ -42,7 +42,10 @@ def headline(view: TopView) -> Text:
     """Return the first line: mode, age of the round, agents, durations of yields, idle GPUs, jobs that can move."""
     alive = sum(agent.alive for agent in view.agents)
     line = Text("cadenza ", style="bold")
-    line.append(f"{view.mode} ", style="bold green" if view.mode == "apply" else "bold yellow")
+    if any(fault.startswith(STOPPED) for fault in view.faults):
+        line.append("STOPPED ", style="bold red")
+    else:
+        line.append(f"{view.mode} ", style="bold green" if view.mode == "apply" else "bold yellow")
     line.append(f" round {view.round}, ")
     line.append(f"{view.age_s:.0f} s ago", style="red" if view.age_s > STALE_AFTER_S else "")
     line.append(f"   agents {alive}/{len(view.agents)}", style="" if alive == len(view.agents) else "red")

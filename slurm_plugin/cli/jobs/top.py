@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cadenza.slurm_plugin.cli.common import DOWN, config_option, console, emit, json_option, store_or_socket
-from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
+from cadenza.slurm_plugin.cli.jobs.view import STOPPED, Recent, TopView, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def kill_switch(last: Round | None) -> tuple[str, ...]:
     if last is None or not last.settings:
         return ()
     switch = from_record(last.settings).guard.kill_switch
-    return (f"the kill switch is set, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
+    return (f"{STOPPED}, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
 
 
 def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:

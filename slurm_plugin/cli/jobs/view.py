@@ -18,6 +18,8 @@ from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRo
 
 STALE_AFTER_S = 30.0
 """Age of the last round from which it says that none followed."""
+STOPPED = "the kill switch is set"
+"""Begin of the fault that says so."""
 NO_LEASE = Lease("waiting", ())
 
 
