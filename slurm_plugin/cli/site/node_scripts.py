@@ -39,7 +39,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(r"/run/gpustat\b|\bdcgm[\w./-]*(job|map)[\w./-]*"),
-        "writes an exporter's file: another lane's jobs overwrite and remove it; the agent has such, see docs/metrics.md",
+        "writes an exporter's file: other lanes' jobs overwrite and remove it; the agent has one, see docs/metrics.md",
     ),
 )
 """Host-wide tests, kills and files, with what goes wrong where a host has lanes."""
