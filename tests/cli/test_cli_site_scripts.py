@@ -24,7 +24,7 @@ def findings(config: dict[str, str]) -> list[tuple[str, str, str]]:
         ("ps -o pid= | xargs -r kill -9", "kill -9"),
         ("nvidia-smi pmon -c 1", "context"),
         ("echo $SLURM_JOB_ID $SLURM_JOB_UID > /run/gpustat/$i", "metrics.md"),
-        ("rm -f /var/run/dcgm-job-maps/$i", "another lane"),
+        ("rm -f /var/run/dcgm-job-maps/$i", "other lanes"),
         ('[ "$SLURM_CPUS_ON_NODE" = "$(nproc)" ] && exclusive=1', "not alone"),
     ],
 )
