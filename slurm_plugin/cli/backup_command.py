@@ -117,7 +117,8 @@ def _copy_store(store: Path, copy: Path) -> None:
     """Copy what a store has to keep as it is at one moment, also while the service writes."""
     from cadenza.slurm_plugin.service.store.schema import open_readonly, open_writable  # noqa: PLC0415
 
-    last = "SELECT * FROM rounds WHERE number = (SELECT max(number) FROM rounds)"
+    newest = "SELECT max(number) FROM rounds"
+    last = f"SELECT * FROM rounds WHERE number IN ({newest} UNION SELECT base FROM rounds WHERE number = ({newest}))"  # noqa: S608
     with closing(open_readonly(store)) as source, closing(open_writable(copy)) as target:
         source.execute("BEGIN")
         for table, query in {**{name: f"SELECT * FROM {name}" for name in KEPT}, "rounds": last}.items():  # noqa: S608
@@ -145,7 +146,7 @@ def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
         say(f"backup of {manifest.host}, {local(manifest.at_s)}")
         _check(copy, file)
         read_undo(copy)
-        # 2. No service may write here meanwhile.
+        # 2. No service may write here until it is done.
         lock = StoreLock(store)
         if not dry_run:
             lock.take()
@@ -214,7 +215,7 @@ def _check(copy: Path, file: Path) -> None:
 
 
 def _write(path: Path, data: bytes, owner: Path | None, now_s: float, *, dry_run: bool) -> None:
-    """Write one file unless it is there as it is; another one of its name is kept beside it.
+    """Write one file unless it is there as it is; another one of its name is kept by a new name.
 
     ``owner``: a folder of the service's user, for files that it alone reads.
     """

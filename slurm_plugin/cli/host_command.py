@@ -138,7 +138,7 @@ def _reserve(host: str, nodes: list[Node], window: tuple[float, int], reason: st
 
 
 def _give_back(host: str, first: Node, slurm: SlurmCommands) -> Iterable[Step]:
-    """Yield what takes back our reservation, reboot and drain; a drain of others stays, and is named."""
+    """Yield the steps that undo our reservation, reboot and drain; a drain of others stays, and is named."""
     from cadenza.slurm_plugin.gateway.translate import EMPTIES, RESERVES  # noqa: PLC0415
 
     name = f"{RESERVES}{host}"
@@ -173,7 +173,7 @@ def _carry_out(step: Step) -> None:
 
 
 def fates(settings: Settings, lanes: dict[str, list[Node]], begins_s: float) -> Iterable[str]:
-    """Yield what becomes of each job on the hosts, by the service's last round."""
+    """Yield a line on each job of the hosts, by the service's last round."""
     from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
     with StoreReader(Path(settings.service.store)) as reader:

@@ -31,7 +31,7 @@ def steps(old: tuple[int, int], new: tuple[int, int]) -> int:
 
 
 def upgrade(facts: Facts, to: tuple[int, int]) -> Iterator[Finding]:
-    """Yield what stands against an upgrade of Slurm, and what has to be done with it, in its order."""
+    """Yield the findings on an upgrade of Slurm, and the steps that go with it, in their order."""
     running = release_of((facts.slurm or {}).get("SLURM_VERSION", ""))
     if facts.slurm is None or running is None:
         yield Finding("FAIL", "Slurm", facts.problems.get("slurm", "no release"), "is slurmctld up? `scontrol ping`")

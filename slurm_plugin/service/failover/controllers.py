@@ -1,4 +1,4 @@
-"""Which of two controllers acts: the one whose slurmctld is in control, by Slurm's own word (scontrol ping)."""
+"""Choice of the controller that acts: the one whose slurmctld is in control, by Slurm's own word (scontrol ping)."""
 
 from __future__ import annotations
 
