@@ -1,10 +1,11 @@
-"""simulate and policies: what they print and write, and one line with exit code 2 for every wrong value."""
+"""simulate: what it prints and writes, and one line with exit code 2 for every wrong value."""
 
 from __future__ import annotations
 
 import csv
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,6 +18,7 @@ from cadenza.policies.simulator.run_values import GUARD
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.simulate.command import GROUPS, KEYS, VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Request, read_request
+from cadenza.slurm_plugin.cli.simulate.runner import ProgressLines, SystemClock, progress_bar
 from cadenza.slurm_plugin.service.settings import Settings
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate"
@@ -380,6 +382,21 @@ def test_no_values_make_it_crash(pairs: list[tuple[tuple[str, str], str]]) -> No
     given_words = [word for (option, key), value in chosen for word in (option, key + value)]
     done = run("--workload", "synergy:jobs=2", *PROPORTIONAL, *given_words)
     assert done.exit_code in {0, 2}, (given_words, done.output, done.exception)
+
+
+def test_without_a_terminal_progress_is_a_line_once_in_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    with patch.object(SystemClock, "monotonic", lambda _: now[0]), progress_bar(quiet=False) as bar:
+        assert isinstance(bar, ProgressLines)
+        first, second = bar.add_task("slurm", total=40), bar.add_task("cadenza", total=40)
+        for now[0] in (1.0, 9.0, 10.0, 11.0, 25.0):
+            bar.update(first, completed=int(now[0]))
+        bar.update(second, completed=7, description="cadenza, day 2")
+    assert capsys.readouterr().err.splitlines() == [
+        "slurm: 10 of 40 jobs have ended", "slurm: 25 of 40 jobs have ended", "cadenza, day 2: 7 of 40 jobs have ended"
+    ]  # fmt: skip
+    with progress_bar(quiet=True) as none:
+        assert none is None
 
 
 # --- Help ------------------------------------------------------------------------------------------------
