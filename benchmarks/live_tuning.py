@@ -57,8 +57,8 @@ class Run:
 def measure(cluster: Cluster, model: str, point_s: float) -> str:
     """Return one workload's profile, measured on the idle node; what it prints goes to a log in the same folder."""
     out = f"{PLACE}/{model}.json"
-    words = ["cadenza", "profile", "run", "--cpus", POINTS, "--node", f"{SIZE.gpus}:{CORES}:64", "--gpus", "1"]
-    words += ["--model", model, "--point-s", str(point_s), "-o", out, "--", *command(model)]
+    words = ["cadenza", "profile", "run", "--cpus", POINTS, "--set", f"node={SIZE.gpus}:{CORES}:64", "--set", "gpus=1"]
+    words += ["--model", model, "--set", f"point-s={point_s}", "-o", out, "--", *command(model)]
     cluster.run("node1", "sh", "-c", f"mkdir -p {PLACE} && chmod 1777 {PLACE} && cd {PLACE} && {' '.join(words)}")
     return cluster.run("node1", "cat", out)
 
