@@ -29,14 +29,15 @@ SESSION = (
     "boundary", "active", "trained", "gpus", "tuning", "register", "call", "checkpointed", "requeued_by", "waited",
     "timed", "detach",
 )  # fmt: skip
+STATE = ("state_dict", "load_state_dict")
 KEEPER = ("restore", "save", "at", "every", "step", "wait", "close")
 """Members that training scripts use."""
 CLIENT_HEAD = """\
 # Client API
 
-`from cadenza.sidecar import client`. This page is generated from the docstrings. [Turns](../users/turns.md) and
-[checkpoints](../users/checkpoints.md) explain the use; [data loading](../users/data.md) has `ElasticDataLoader` and
-`CachedDataset`, [frameworks](../users/frameworks.md) the callbacks."""
+`from cadenza.sidecar import client`. This page is generated from the docstrings. [Turns](../users/turns.md),
+[checkpoints](../users/checkpoints.md) and [data loading](../users/data.md) explain the use,
+[frameworks](../users/frameworks.md) has the callbacks."""
 MAX_SIGNATURE = 100
 SETTINGS_HEAD = """\
 # Settings
@@ -80,8 +81,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fill in the tables of measurements and metrics."""
-    return metric_tables.filled(record_tables.filled(markdown, ROOT), ROOT)
+    """Fill in the tables of measurements, of metrics, and of a class's fields."""
+    text = metric_tables.filled(record_tables.filled(markdown, ROOT), ROOT)
+    return re.sub(r"<!-- fields: (\S+) (\w+) -->", lambda wish: fields_table(ROOT / wish[1], wish[2]), text)
+
+
+def fields_table(file: Path, name: str) -> str:
+    """Return a class's fields with the texts below them; a field without one shares that of the field before."""
+    tree = ast.parse(file.read_text())
+    body = next(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    rows: list[tuple[list[str], str]] = []
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            if not rows or rows[-1][1]:
+                rows.append(([], ""))
+            rows[-1][0].append(ast.unparse(node.target))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and rows:
+            rows[-1] = (rows[-1][0], " ".join(str(node.value.value).split()))
+    lines = [f"| {', '.join(f'`{field}`' for field in names)} | {text} |" for names, text in rows]
+    return "\n".join(["| key | meaning |", "|---|---|", *lines])
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -166,12 +184,18 @@ def packages_page() -> str:
 def client_page() -> str:
     """Return the reference of the functions and classes that training scripts use, from their docstrings."""
     from cadenza.sidecar import client  # noqa: PLC0415 (only at build time)
+    from cadenza.sidecar.client.checkpoints import ResumableSampler  # noqa: PLC0415
     from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint  # noqa: PLC0415
+    from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader  # noqa: PLC0415
     from cadenza.sidecar.client.session.job_session import Session  # noqa: PLC0415
 
     lines = [CLIENT_HEAD, "## Functions"]
     lines += [_described(getattr(client, name), f"client.{name}") for name in client.__all__]
-    for kind, name, members in ((Session, "session", SESSION), (Checkpoint, "keeper", KEEPER)):
+    members_of = (
+        (Session, "session", SESSION), (Checkpoint, "keeper", KEEPER), (ResumableSampler, "sampler", ("batches",)),
+        (ElasticDataLoader, "loader", ("resize", *STATE)), (CachedDataset, "dataset", ("resize", "stats")),
+    )  # fmt: skip
+    for kind, name, members in members_of:
         lines += [f"## {kind.__name__}", _markdown(inspect.getdoc(kind) or "")]
         lines += [_described(inspect.getattr_static(kind, member), f"{name}.{member}") for member in members]
     return "\n\n".join(lines) + "\n"
