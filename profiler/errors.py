@@ -13,7 +13,7 @@ class CommandFailedError(ProfilerError):
     def __init__(self, what: str, *said: str) -> None:
         super().__init__("\n".join((what, *said)))
         self.faults = (what, *(f"  {line}" for line in said))
-        """What went wrong, and the last lines of the command's output."""
+        """The failure, and the last lines of the command's output."""
 
 
 class EnvironmentLacks(ProfilerError):  # noqa: N818 (named for what is wrong, as elsewhere)

@@ -27,7 +27,7 @@ class Latest(msgspec.Struct, frozen=True):
     switches: tuple[SwitchRow, ...] = ()
     effects: tuple[Effect, ...] = ()
     hosts: tuple[HostGpus, ...] = ()
-    """All hosts, with the GPUs that no job of anybody holds."""
+    """All hosts, with the GPUs that no job holds."""
     others: tuple[Gpu, ...] = ()
     """GPUs that jobs of other users hold; whose they are stays untold."""
 

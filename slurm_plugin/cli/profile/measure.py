@@ -198,7 +198,7 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
 
 
 def _pair(options: SimpleNamespace, words: tuple[str, ...]) -> None:
-    """Measure the command and the one beside it on the same GPU and CPUs: each alone, then both together."""
+    """Measure the command and another one on the same GPU and CPUs: each alone, then both together."""
     from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415 (slow, like all below)
     from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
