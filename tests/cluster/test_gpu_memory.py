@@ -25,6 +25,11 @@ KEEPER = (
     "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 """A training script that also has memory which it gives to nothing, and so keeps at each yield."""
+SHORT_WAIT = """
+[agent]
+lease_wait_s = 8.0
+"""
+REQUEUES = "select reason from actions where job = {} and kind = 'Requeue' and ok = 1"
 STRANGER = "import time, torch; kept = torch.ones(8, device='simulated'); print(kept, flush=True); time.sleep(600)"
 GPU_WORDS = (
     "import pathlib, torch, simulated_gpu; gpu = simulated_gpu.open_file(pathlib.Path('/dev/shm/gpus/0')); "
@@ -106,7 +111,10 @@ def test_one_copy_that_is_dropped_in_silence_changes_the_digests_of_its_job(
     assert digests(cluster, "memory-keeps") == alone[2]
 
 
-def test_a_job_without_room_waits_while_the_one_that_keeps_memory_goes_on_and_why_names_it(cluster: Cluster) -> None:
+def test_a_job_that_would_keep_memory_on_the_gpu_is_named_by_why_and_gives_its_further_lane_back(
+    cluster: Cluster,
+) -> None:
+    cluster.configure(SHORT_WAIT)
     waits = cluster.train("waits", f"{WIDE} --iterations 100000", options=ONE_GPU)
     wait_for("its lease", lambda: cluster.lease(waits).get("state") == "held")
     small = f"--iteration-s 0.02 --iterations 100000 --out {RESULTS}/keeper.json"
@@ -119,6 +127,12 @@ def test_a_job_without_room_waits_while_the_one_that_keeps_memory_goes_on_and_wh
     assert int(found[1]) >= KEPT_MB
     steps = cluster.lease(keeper)["step"]
     wait_for("the keeper to go on", lambda: cluster.lease(keeper)["step"] > steps + 10)
+    # What it would keep is its own word: it must not have the GPU for longer than a job that cannot be stopped.
+    behind = f"gives its place back: it cannot be stopped, and job {waits} waited"
+    wait_for("the keeper's place", lambda: any(behind in text for (text,) in cluster.sql(REQUEUES.format(keeper))), 60)
+    since_s = cluster.sql("select max(at_s) from rounds")[0][0]
+    turns = f"select count(*) from leases where job = {waits} and from_s > {since_s}"
+    wait_for("two turns of the job that waited", lambda: cluster.sql(turns)[0][0] >= 2, 90)
 
 
 def test_an_agent_that_starts_with_a_stranger_on_its_gpu_names_it_and_gives_no_lease_there(cluster: Cluster) -> None:
