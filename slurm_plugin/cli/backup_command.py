@@ -53,7 +53,7 @@ def command(*, file: Path, restoring: bool, dry_run: bool, config: Path | None) 
     The record has what is Cadenza's in Slurm, the last round, learned profiles and the sums of reports. The service may
     run. FILE has secret keys: only its owner can read it.
 
-    A restore needs a cadenzad that is stopped. Files that differ are kept beside the new ones. After it, either
+    A restore needs a cadenzad that is stopped. Files that differ are kept by a new name. After it, either
     `cadenza release --all` undoes what the record has, or the next cadenzad goes on with it.
     """
     if restoring:

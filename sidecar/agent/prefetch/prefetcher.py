@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 READ_TIMEOUT_S = 120.0
 """Longest time that reading for one job may take."""
 SYSTEMD = Path("/run/systemd/system")
-"""Where systemd is the machine's first process (sd_booted(3))."""
+"""Directory that exists where systemd is the machine's first process (sd_booted(3))."""
 MAX_RESULTS = 64
 """Number of results that are kept for the reports, the newest."""
 READERS = 2
