@@ -69,6 +69,7 @@ def command(
         steps = [_drain(host, nodes, str(reason)) for host, nodes in lanes.items()]
     elif action == "reboot":
         steps = [step for host, nodes in lanes.items() for step in _reboot(host, nodes, str(reason))]
+        steps.sort(key=lambda step: bool(step.lanes))  # no host waits for another one before it is drained
     elif action == "maintenance":
         steps = [_reserve(host, nodes, (begins_s, minutes), str(reason)) for host, nodes in lanes.items()]
     else:

@@ -69,6 +69,11 @@ def test_a_dry_run_prints_the_same_and_changes_nothing(site: Site) -> None:
     assert site.said == []
 
 
+def test_all_hosts_are_drained_before_one_of_them_is_waited_for(site: Site) -> None:
+    site.run("reboot", "n1", "n2", "--reason", "kernel")
+    assert [words.split()[1] for words in site.said] == ["update", "update", "reboot", "reboot"]
+
+
 def test_a_maintenance_reserves_all_lanes_and_spares_jobs_that_end_before(site: Site) -> None:
     said = site.run("maintenance", "n1", "--reason", "fan", "--during", "2099-01-01T08:00/4h")
     assert "job 1 (ada, train) on n1: ends before, until " in said
