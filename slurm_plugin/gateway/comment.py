@@ -51,7 +51,8 @@ def opt_in_of(comment: str | None) -> OptIn | None:
     # 2. Each value by its type.
     fields = {name: _decoded(name, member) for name, member in members.items()}
     reason = printable(fields.pop("why", ""))
-    fields.pop("graphs", None)  # the plugin's alone
+    for name in ("graphs", "summary"):  # the plugin's alone
+        fields.pop(name, None)
     options = Options(**fields)
     if options.min_gpus is not None and options.max_gpus is not None and options.min_gpus > options.max_gpus:
         raise BadOptions(f"min_gpus={options.min_gpus} is more than max_gpus={options.max_gpus}")
@@ -96,6 +97,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "share": (bool, "true or false"),
     "late": (bool, "true or false"),
     "graphs": (bool, "true or false"),
+    "summary": (bool, "true or false"),
     "checkpoints": (bool, "true or false"),
     "min_gpus": (GpuCount, "a whole number from 1 to 65535"),
     "max_gpus": (GpuCount, "a whole number from 1 to 65535"),

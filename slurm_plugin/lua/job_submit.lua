@@ -219,14 +219,15 @@ end
 
 -- In the order of writing; `why` is set here and never taken from a user.
 local KEYS = {
-  "v", "share", "late", "graphs", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations",
-  "duration_s", "why",
+  "v", "share", "late", "graphs", "summary", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority",
+  "iterations", "duration_s", "why",
 }
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
   share = { is_boolean, "must be true or false (yes or no in the flag)" },
   late = { is_boolean, "must be true or false (yes or no in the flag)" },
   graphs = { is_boolean, "must be true or false (yes or no in the flag)" },
+  summary = { is_boolean, "must be true or false (yes or no in the flag)" },
   checkpoints = { is_boolean, "must be true or false (yes or no in the flag)" },
   min_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
@@ -237,7 +238,8 @@ local RULES = {
   duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  local keys = "share, late, graphs, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
+  local keys = "share, late, graphs, summary, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, "
+    .. "duration_s"
   return string.format("unknown key '%s' (known: %s)", key, keys)
 end
 
@@ -255,7 +257,7 @@ local function check(options)
 end
 
 local YES_NO = { yes = true, no = false }
-local FLAGS = { share = true, late = true, graphs = true, checkpoints = true }
+local FLAGS = { share = true, late = true, graphs = true, summary = true, checkpoints = true }
 
 -- Returns the key and the value of "key=value"; `check` refuses a text that is not a value of its key.
 local function read_item(item)

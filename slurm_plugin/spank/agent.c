@@ -200,6 +200,11 @@ bool comment_graphs(const char *comment)
 	return comment_has(comment, ",\"graphs\":true");
 }
 
+bool comment_summary(const char *comment)
+{
+	return comment_has(comment, ",\"summary\":true");
+}
+
 /* Does not make the socket's directory: a host without it has no agent. */
 void handover_write(const struct config *config)
 {
@@ -216,10 +221,11 @@ void handover_write(const struct config *config)
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;
-	dprintf(fd, "%u %u %d %s %d %u %d %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+	dprintf(fd, "%u %u %d %s %d %u %d %d %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
 		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_sharing(getenv("SLURM_JOB_COMMENT")), gpus,
 		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")), environment_number("SLURM_JOB_UID"),
-		comment_late(getenv("SLURM_JOB_COMMENT")), comment_graphs(getenv("SLURM_JOB_COMMENT")));
+		comment_late(getenv("SLURM_JOB_COMMENT")), comment_graphs(getenv("SLURM_JOB_COMMENT")),
+		comment_summary(getenv("SLURM_JOB_COMMENT")));
 	close(fd);
 }
 
@@ -227,7 +233,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 {
 	char path[512], gpus[512];
 	uint32_t hosts, restart;
-	int code, batch_per_gpu = 0, late = 0, graphs = 0;
+	int code, batch_per_gpu = 0, late = 0, graphs = 0, summary = 0;
 	FILE *file;
 	bool read;
 
@@ -235,8 +241,8 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s %d %*u %d %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late,
-		      &graphs) >= 4;
+	read = fscanf(file, "%u %u %d %511s %d %*u %d %d %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late,
+		      &graphs, &summary) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
@@ -244,6 +250,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	job->batch_per_gpu = batch_per_gpu;
 	job->late = late;
 	job->graphs = graphs;
+	job->summary = summary;
 	*sharing = (enum sharing)code;
 	/* slurmd runs no prolog where a job is requeued as slurmctld starts: the GPUs are those of the start before. */
 	if (restart < job->restart)

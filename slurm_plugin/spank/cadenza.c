@@ -63,8 +63,8 @@ struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
 	.usage = "[cadenza] make way for other jobs, and share GPUs; keys: share=yes|no checkpoints=yes|no late=yes|no "
-		 "graphs=yes|no iterations=N duration_s=N min_gpus=N max_gpus=N batch=global|per-gpu model=NAME priority=N; "
-		 "'off' opts out; CADENZA in the environment does the same",
+		 "graphs=yes|no summary=yes|no iterations=N duration_s=N min_gpus=N max_gpus=N batch=global|per-gpu "
+		 "model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };
@@ -267,6 +267,10 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 		spank_setenv(spank, "CADENZA_LATE", "1", 1);
 	if (job.managed && job.graphs)
 		preload(spank);
+	if (job.managed && job.summary)
+		spank_setenv(spank, "CADENZA_SUMMARY", "1", 1);
+	else /* that of the job which submitted this one */
+		spank_unsetenv(spank, "CADENZA_SUMMARY");
 	snprintf(start, sizeof(start), "%u.%u", job.id, job.restart);
 	if (job.step == SLURM_BATCH_SCRIPT || job.step == SLURM_INTERACTIVE_STEP)
 		spank_setenv(spank, START_VARIABLE, start, 1);

@@ -28,6 +28,7 @@ struct options {
 	bool batch_per_gpu;
 	bool late;
 	bool graphs;
+	bool summary;
 	bool checkpoints; /* only checked here: the service reads the comment, where it may be absent */
 };
 
@@ -56,6 +57,7 @@ struct job {
 	bool batch_per_gpu; /* rule for the script's batch on another number of GPUs */
 	bool late; /* it asks for its lease by itself, when it needs its GPUs */
 	bool graphs; /* its device addresses stay at a yield */
+	bool summary; /* its client says at the end what sharing took */
 };
 
 enum verdict {
@@ -109,6 +111,7 @@ enum sharing comment_sharing(const char *comment);
 bool comment_batch_per_gpu(const char *comment);
 bool comment_late(const char *comment);
 bool comment_graphs(const char *comment);
+bool comment_summary(const char *comment);
 void handover_write(const struct config *config);
 bool handover_read(const struct config *config, struct job *job, enum sharing *sharing);
 void handover_remove(const struct config *config);

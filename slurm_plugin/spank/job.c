@@ -84,6 +84,7 @@ static void read_options(spank_t spank, struct job *job, enum sharing sharing)
 		job->batch_per_gpu = options.batch_per_gpu;
 		job->late = options.late;
 		job->graphs = options.graphs;
+		job->summary = options.summary;
 	}
 	snprintf(job->options, sizeof(job->options), "%s", flag && strcmp(flag, "(null)") ? flag : "");
 }

@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEYS "share, late, graphs, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or off alone"
+#define KEYS \
+	"share, late, graphs, summary, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or " \
+	"off alone"
 
 static int refuse(char *reason, size_t size, const char *key, const char *rule, const char *value)
 {
@@ -64,6 +66,8 @@ static int set_option(struct options *options, const char *key, const char *valu
 		return set_flag(&options->late, key, value ? value : "yes", reason, size);
 	if (!strcmp(key, "graphs"))
 		return set_flag(&options->graphs, key, value ? value : "yes", reason, size);
+	if (!strcmp(key, "summary"))
+		return set_flag(&options->summary, key, value ? value : "yes", reason, size);
 	if (!strcmp(key, "checkpoints"))
 		return set_flag(&options->checkpoints, key, value ? value : "yes", reason, size);
 	if (!value)

@@ -29,5 +29,5 @@ def library(library_path: Path) -> ctypes.CDLL:
     parts.parse_gpus.restype = parts.start_message.restype = parts.end_message.restype = ctypes.c_size_t
     parts.reason_of.restype = ctypes.c_void_p
     parts.handover_read.restype = parts.comment_batch_per_gpu.restype = parts.comment_late.restype = ctypes.c_bool
-    parts.comment_graphs.restype = parts.preload_find.restype = ctypes.c_bool
+    parts.comment_graphs.restype = parts.comment_summary.restype = parts.preload_find.restype = ctypes.c_bool
     return parts

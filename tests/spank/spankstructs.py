@@ -19,6 +19,7 @@ class Options(ctypes.Structure):
         ("batch_per_gpu", ctypes.c_bool),
         ("late", ctypes.c_bool),
         ("graphs", ctypes.c_bool),
+        ("summary", ctypes.c_bool),
         ("checkpoints", ctypes.c_bool),
     )
 
@@ -46,6 +47,7 @@ class Job(ctypes.Structure):
         ("batch_per_gpu", ctypes.c_bool),
         ("late", ctypes.c_bool),
         ("graphs", ctypes.c_bool),
+        ("summary", ctypes.c_bool),
     )
 
 

@@ -20,7 +20,7 @@ WORDS = {0: None, 1: False, 2: True}
 KEYS = st.sampled_from(['"cadenza"', '"c\\u0061denza"', '"x"', '"share"', '"comment"'])
 OPTIONS = st.dictionaries(
     st.sampled_from(
-        ["share", "v", "late", "graphs", "checkpoints", "batch", "why", "held", "model", "cadenza", "min_gpus"]
+        ["share", "v", "late", "graphs", "summary", "checkpoints", "batch", "why", "held", "model", "cadenza"]
     ),
     st.sampled_from([True, False, 1, 2, "per-gpu", "}", '"share":false', {"cadenza": {}}, None]),
     max_size=3,
@@ -73,6 +73,7 @@ class Submission:
 @example('{"x":{"cadenza":{}}}', False)
 @example('{"cadenza":{"late":true,"model":"a"}}', False)
 @example('{"cadenza":{"graphs":true,"model":"a"}}', False)
+@example('{"cadenza":{"summary":true,"checkpoints":true}}', False)
 @example('{"cadenza":{"model":"}","share":false}}', True)
 @example('{"a":"\\"cadenza\\":{","b":{"cadenza":{"share":false}}}', False)
 @given(COMMENTS, st.booleans())
@@ -90,6 +91,7 @@ def test_script_plugin_and_service_read_the_same(library: ctypes.CDLL, comment: 
         assert library.comment_batch_per_gpu(left) == (found.options.batch == "per-gpu")
         assert library.comment_late(left) == found.options.late
         assert library.comment_graphs(left) == json.loads(left)["cadenza"].get("graphs", False)
+        assert library.comment_summary(left) == json.loads(left)["cadenza"].get("summary", False)
 
 
 SUBMISSION = Submission()

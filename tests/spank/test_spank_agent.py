@@ -305,7 +305,8 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     facts = {
         "SLURMD_NODENAME": "node1-l1", "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_UID": "42",
-        "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"late":true,"graphs":true,"batch":"per-gpu"}}',
+        "SLURM_JOB_COMMENT":
+            '{"cadenza":{"v":1,"share":true,"late":true,"graphs":true,"summary":true,"batch":"per-gpu"}}',
     }  # fmt: skip
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
@@ -319,6 +320,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert task.batch_per_gpu
     assert task.late
     assert task.graphs
+    assert task.summary
     later = Job(id=7, node=b"node1-l1", restart=5)
     assert not library.handover_read(config, ctypes.byref(later), ctypes.byref(word)), "of the start before"
     assert (later.restart, later.hosts, later.gpu_count, word.value) == (5, 2, 0, 2)

@@ -84,8 +84,17 @@ def test_addresses_stay_only_if_a_job_says_so(library: ctypes.CDLL, text: str, *
 
 
 @pytest.mark.parametrize(
+    ("text", "summary"), [("", False), ("summary", True), ("summary=yes", True), ("summary=no", False), ("off", False)]
+)
+def test_the_client_sums_up_only_if_a_job_says_so(library: ctypes.CDLL, text: str, *, summary: bool) -> None:
+    options, why = parse(library, text)
+    assert (options.summary, why) == (summary, "")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("summary=1", "summary is yes or no, not '1'"),
         ("graphs=on", "graphs is yes or no, not 'on'"),
         ("late=1", "late is yes or no, not '1'"),
         ("checkpoints=", "checkpoints is yes or no, not ''"),
@@ -145,6 +154,8 @@ items = st.one_of(
 @example(items=["graphs"])
 @example(items=["graphs=no"])
 @example(items=["graphs=1"])
+@example(items=["summary", "checkpoints"])
+@example(items=["summary=1"])
 @example(items=["checkpoints"])
 @example(items=["checkpoints=no"])
 @example(items=["checkpoints=true"])

@@ -59,6 +59,8 @@ class Arrival:
 
     def __init__(self, send: Callable[..., bool], wake: Callable[[], None]) -> None:
         self._send, self._wake = send, wake
+        self.back_s: float | None = None
+        """Time from the checkpoint of the move until this start went on from it; None if it was not just moved."""
         self._who: Identity | None = None
         self._word = threading.Condition()
         self._known = False
@@ -228,6 +230,7 @@ class Arrival:
             return
         away_s = self._away_s + (monotonic_ns() - self._told_ns) / 1e9
         moved = self._away_s > 0 and receipt.restart == self._who.restart
+        self.back_s = away_s if moved else None
         say(f"continues at step {step}" + (f" after {away_s:.0f} s" if moved else ""))
 
     def leaves(self, order: int, answer: dict[str, Any]) -> None:

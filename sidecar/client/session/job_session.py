@@ -25,6 +25,7 @@ from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.save_points import SavePoints
 from cadenza.sidecar.client.session.savers import BEFORE_NEXT_BATCH, Collected, Place, Question, Registration, Savers
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
+from cadenza.sidecar.client.session.summary import Summary
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
@@ -87,6 +88,7 @@ class Session(StepCounters):
         """The last training boundary was a save point, but for the rest of its step; see ``next_batch``."""
         self.arrival = Arrival(self._send, self._sample_next)
         """The way of a moved job to its next GPUs: what comes back is what went away."""
+        self._summary = Summary(self.arrival)
         self._unsaved = ""
         """Why no checkpoint can be saved where this rank has yielded; "" if one can."""
         self._deferred_checkpoint: tuple[Link, int, int, Collected] | None = None
@@ -286,6 +288,7 @@ class Session(StepCounters):
         self._communicators = Communicators(next(_sessions))
         resources.set_source(self)
         self.arrival.begin(who)
+        self._summary.begin(who, os.environ)
         link = Link(path, self._greeting, self.words, self._heed)
         reply = link.open()
         self._link = link
@@ -470,7 +473,7 @@ class Session(StepCounters):
 
     def _resume(self, link: Link) -> None:
         """Wait for the lease, through any loss of the agent, and bring the state back."""
-        order, moved, failures = 0, None, 0
+        order, moved, failures, began = 0, None, 0, monotonic_ns()
         try:
             # 1. Wait for the lease, and bring the state back; where the GPU is too full, or fails, wait again.
             while True:
@@ -502,6 +505,7 @@ class Session(StepCounters):
                     self._communicators.resume()
                 _call_all(self._after_restore)
                 resources.update_all()
+            self._summary.waited(began)
 
     def _restore_state(self, link: Link) -> Moved | None:
         """Bring the state back and run on; raise RestoreError with all still away, NoRoomError for a full GPU.
