@@ -32,7 +32,14 @@ def _topic(topic: dict[str, Any]) -> str:
     said = [topic.get("note", "")]
     if "command" in topic:
         said.append(f"`{topic['command']}` ({topic['recorded']}).")
-    return "\n\n".join(filter(None, [f"### {topic['title']}", " ".join(filter(None, said)), _table(columns, rows)]))
+    return _folded(topic["title"], " ".join(filter(None, said)), _table(columns, rows))
+
+
+def _folded(title: str, said: str, table: str) -> str:
+    """Return a block that a reader opens."""
+    inside = f"{said}\n\n{table}".strip()
+    title = title.replace('"', "").replace("`", "")
+    return f'??? abstract "{title}"\n\n' + "\n".join(f"    {line}" if line else "" for line in inside.split("\n"))
 
 
 def _acceptance(root: Path) -> str:
@@ -43,8 +50,8 @@ def _acceptance(root: Path) -> str:
         for row in run["rows"]
     ]
     machine = ", ".join(f"{key} {value}" for key, value in run["machine"].items())
-    head = f"### `benchmarks/gpu_acceptance.py` on one H100\n\n2026-11-26, 857609a, 417 s. {machine}."
-    return f"{head}\n\n{_table(('row', 'outcome', 'figures, or why'), rows)}"
+    said = f"`benchmarks/gpu_acceptance.py` (2026-11-26, 857609a, 417 s). {machine}."
+    return _folded("One H100: all rows", said, _table(("row", "outcome", "figures, or why"), rows))
 
 
 def _short(value: Any) -> str:

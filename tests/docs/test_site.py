@@ -54,6 +54,9 @@ def test_the_search_works_from_a_folder_and_pages_fit_a_phone(site: Path, tmp_pa
         assert troubles == []
         assert all(address.startswith(("file:", "data:", "blob:")) for address in asked)
         assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        browser.look_like(width=390, height=800, scheme="dark")
+        browser.open(site / "index.html")
+        assert browser.evaluate("document.body.dataset.mdColorScheme") == "slate", "a light visit before does not stay"
         words = """new Promise((found, missed) => {
             document.querySelector("#__search").click();
             const box = document.querySelector("input.md-search__input");
