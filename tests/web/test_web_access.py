@@ -7,6 +7,8 @@ import os
 import pwd
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -271,3 +273,30 @@ def test_a_port_in_use_and_a_missing_store_are_named(tmp_path: Path) -> None:
         done = run(tmp_path, "--listen", address)
     assert done.exit_code == 2
     assert "Address already in use" in done.output
+
+
+def test_without_its_libraries_the_command_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SqliteStore(tmp_path / "cadenza.db", SystemClock()).close()
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    done = run(tmp_path)
+    assert done.exit_code == 3
+    assert "uvicorn is not installed; pip install 'cadenza[web]'" in done.output
+
+
+def test_the_command_serves_until_it_is_ended_and_takes_a_socket_that_was_left(tmp_path: Path) -> None:
+    record(tmp_path)
+    config = tmp_path / "cadenza.toml"
+    config.write_text(f'[service]\nstore = "{tmp_path}/cadenza.db"\n')
+    command = [sys.executable, "-m", "cadenza.slurm_plugin.cli", "web", "--listen", f"{tmp_path}/web.sock"]
+    for _ in range(2):
+        served = subprocess.Popen([*command, "--config", str(config)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert served.stdout is not None
+            assert served.stdout.readline() == f"listening: {tmp_path}/web.sock\n"
+            answer = Pages(f"{tmp_path}/web.sock", "").get("/")
+            assert (answer.status, "Round 2 at" in answer.text) == (200, True)
+        finally:
+            served.terminate()
+            served.wait(20)
+    assert (tmp_path / "web.sock").is_socket()
+    assert (tmp_path / "web.sock").stat().st_mode & 0o777 == 0o666
