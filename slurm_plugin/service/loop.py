@@ -64,7 +64,7 @@ NAP_S = 0.5
 SETTLE_HEARTBEATS = 3
 RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
-FORGET_PERIOD_S, DAY_S = 3600.0, 86400.0
+TIDY_PERIOD_S, COLLECT_PERIOD_S, DAY_S = 60.0, 3600.0, 86400.0
 FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket", "metrics")
 """Keys of [service] that are read at the start only."""
 UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"
@@ -103,7 +103,7 @@ class Loop:
         self.failures = 0
         """Rounds in a row that failed."""
         self._killed = False
-        """Whether the kill switch was set when it was last looked at."""
+        """True if the kill switch was set at the last look."""
         self.last: RoundReport | None = None
         self.good_at_s: float | None = None
         """When that was, seconds since the epoch."""
@@ -142,7 +142,7 @@ class Loop:
         self._lanes = {host.name: host.further_lanes for host in last.hosts} if last is not None else {}
         """Lanes on demand that were asked for, as last read."""
         self._lanes_fault = ""
-        self._forget_s = clock.monotonic()
+        self._tidy_s = clock.monotonic()
         for place in (move_requests.folder(parts.store.path), lanes_on_demand.folder(parts.store.path)):
             place.mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
         self._gateway.with_lanes = self._with_lanes
@@ -205,7 +205,7 @@ class Loop:
         """
         now_s = self._clock.monotonic()
         if now_s >= self._collect_s:
-            self._collect_s = now_s + FORGET_PERIOD_S
+            self._collect_s = now_s + COLLECT_PERIOD_S
             gc.unfreeze()
         gc.collect()
         gc.freeze()  # the next collection leaves out what is there now
@@ -412,10 +412,25 @@ class Loop:
             if news:
                 due_s = min(due_s, max(earliest_s, self._clock.monotonic()))
             self._record()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Do a step of the store's upkeep, between rounds; when there is nothing more to do, again after a minute."""
+        now_s = self._clock.monotonic()
+        if now_s < self._tidy_s:
+            return
+        epoch_s, service = self._clock.now(), self.settings.service
+        report_days = max(service.report_days, service.retention_days)
+        try:
+            more = self._store.tidy(epoch_s - DAY_S * service.retention_days, epoch_s - DAY_S * report_days)
+        except sqlite3.Error as error:
+            log.warning("%s: old rounds could not be deleted: %s", self._store.path, error)
+            more = False
+        self._tidy_s = now_s + (0.0 if more else TIDY_PERIOD_S)
 
     def _record(self) -> None:
-        """Write down the agents' messages; once an hour delete what is older than the settings keep."""
-        messages, now_s = self._hub.drain(), self._clock.monotonic()
+        """Write down the agents' messages."""
+        messages = self._hub.drain()
         self.on_messages(messages)
         try:
             if refused := self._store.record(messages):
@@ -425,11 +440,6 @@ class Loop:
                     refused,
                     len(messages),
                 )
-            if now_s >= self._forget_s:
-                self._forget_s = now_s + FORGET_PERIOD_S
-                epoch_s, service = self._clock.now(), self.settings.service
-                report_days = max(service.report_days, service.retention_days)
-                self._store.forget(epoch_s - DAY_S * service.retention_days, epoch_s - DAY_S * report_days)
         except sqlite3.Error as error:
             # Telemetry may be lost; a round that cannot be written down fails by itself and does not act.
             log.warning("%s: %d reports lost: %s", self._store.path, len(messages), error)

@@ -198,7 +198,8 @@ def test_the_store_adds_up_hours_and_keeps_them_when_the_rounds_are_gone(rig: Ri
     assert rows["ada", 0].gpu_s == pytest.approx(10.0)
     assert (rows["ada", 1].gpu_s, rows["ada", 1].yields) == (pytest.approx(20.0), 1)
     assert (rows["eve", 1].queue_s, rows["eve", 1].gpu_s) == (pytest.approx(10.0), 0.0)
-    rig.store.forget(10_000.0, 3600.0)
+    while rig.store.tidy(10_000.0, 3600.0):
+        pass
     with StoreReader(rig.path) as reader:
         assert [row.hour for row in reader.hours(0.0, 9999.0)] == [1, 1]
         assert reader.actions() == ()

@@ -305,7 +305,7 @@ def test_what_was_learned_outlives_the_service(tmp_path: Path, files: Path) -> N
     assert later.profile_note == found.profile_note
     old = {name: text.replace('"v":1', '"v":0') for name, text in again.learned().items()}
     assert decoded({**old, "broken": "{"}) == {}
-    again.forget(SystemClock().now() + 1.0)
+    again.tidy(SystemClock().now() + 1.0, 0.0)
     assert again.learned() == {}
 
 

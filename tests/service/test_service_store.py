@@ -29,7 +29,8 @@ from cadenza.policies.core.actions import (
     Yield,
 )
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, JobUsage, Lease, Options, Progress
+from cadenza.policies.core.profile import Profile, linked
 from cadenza.policies.guard import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
@@ -43,6 +44,9 @@ from cadenza.slurm_plugin.service.store.verification import verdict
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 A, B = JobKey(1, 0), JobKey(2, 0)
+PROFILE = linked({gpu: Profile("net", 0.5, (1.0, 2.0), (1.0,), ((0.5,), (1.0,)), gpu=gpu) for gpu in ("a100", "v100")})[
+    "a100"
+]
 
 
 def open_store(folder: Path) -> SqliteStore:
@@ -142,12 +146,17 @@ def test_agents_messages_are_on_record(tmp_path: Path) -> None:
         assert not reader.job_record(7).exists
 
 
+def tidy(store: SqliteStore, before_s: float) -> None:
+    while store.tidy(before_s, before_s):
+        pass
+
+
 def test_old_rows_go_and_the_last_round_stays(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for time_s in (10.0, 20.0):
         store.begin(replace(books(), time_s=time_s), Decision((), Memory()), (), Memory())
     store.record([Event(10.0, "state", "n1")])
-    assert store.forget(1000.0) == 2
+    tidy(store, 1000.0)
     with StoreReader(tmp_path / "cadenza.db") as reader:
         last = reader.round()
         assert last is not None
@@ -299,18 +308,98 @@ def test_the_record_is_for_its_group_only(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+def crowded(number: int, now_s: float) -> ClusterSnapshot:
+    crowd = books(*(job(n, name=f"{random.Random(n * number).getrandbits(400):x}") for n in range(20)))  # noqa: S311
+    return replace(crowd, time_s=now_s)
+
+
 def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
-    store, path = open_store(tmp_path), tmp_path / "cadenza.db"
+    store, path, now_s = open_store(tmp_path), tmp_path / "cadenza.db", SystemClock().now()
     store.max_bytes = 400_000
-    for number in range(120):
-        crowd = books(*(job(n, name=f"{random.Random(n * number).getrandbits(400):x}") for n in range(20)))  # noqa: S311
-        store.finish(store.begin(replace(crowd, time_s=float(number)), Decision((), OURS), (), OURS), (), 0.1)
+    for number in range(200):
+        told = crowded(number, now_s - 200.0 + number)
+        store.finish(store.begin(told, Decision((), OURS), (), OURS), (), 0.1)
+        store._frame_s -= 150.0  # key frames come as if a round took minutes
+        tidy(store, 0.0)
     with StoreReader(path) as reader:
         first, last = reader._rows("SELECT min(number), max(number) FROM rounds", ())[0]
-    assert 100 > first > 1
-    assert last == 120
-    assert path.stat().st_size < 600_000
+        assert reader.round(last) is not None
+    assert 180 > first > 1
+    assert last == 200
+    store.close()
+    assert path.stat().st_size < 500_000
     assert store.memory() == OURS
+
+
+def test_all_rounds_of_an_hour_stay_and_key_frames_by_their_age(tmp_path: Path) -> None:
+    store, now_s = open_store(tmp_path), SystemClock().now()
+    slot_s, step_s = 4 * 3600.0, 150.0
+    for at_s in [now_s - 2 * 86400.0 + step_s * at for at in range(1152)]:
+        store.finish(
+            store.begin(replace(books(job(1, run_s=at_s)), time_s=at_s), Decision((), OURS), (), OURS), (), 0.1
+        )
+        if store._snapshot is not None and store._snapshot.time_s - store._frame_s >= 900.0:
+            store.tidy(0.0, 0.0)
+    tidy(store, now_s - 14 * 86400.0)
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        kept = [row["at_s"] for row in reader._rows("SELECT at_s FROM rounds ORDER BY number", ())]
+        numbers = [row["number"] for row in reader._rows("SELECT number FROM rounds", ())]
+        assert all(reader.round(number) is not None for number in numbers)
+    ages = [now_s - at_s for at_s in kept]
+    assert sum(age <= 3600.0 for age in ages) in (23, 24, 25)
+    assert sum(3600.0 < age <= 86400.0 for age in ages) in range(90, 95)
+    old = [int(at_s // slot_s) for at_s, age in zip(kept, ages, strict=True) if age > 86400.0]
+    assert len(old) == len(set(old))
+    assert len(old) in (6, 7)
+
+
+def test_a_round_that_is_told_from_a_key_frame_is_read_as_it_was(tmp_path: Path) -> None:
+    """Random rounds: jobs, nodes and hosts come, go and change, with leases, progress, profiles and reasons."""
+    draw, store, written = random.Random(5), open_store(tmp_path), {}  # noqa: S311
+    jobs: dict[int, Job] = {}
+    memory, now_s = Memory(), SystemClock().now() - 100.0
+    for number in range(40):
+        for which in draw.sample(range(12), 4):
+            one = jobs.get(which)
+            if one is None or draw.random() < 0.3:
+                jobs[which] = job(which, node=draw.choice(("", "n1", "n1-l1")), user="\u20acva")
+            elif draw.random() < 0.2:
+                del jobs[which]
+            else:
+                lease_ = draw.choice((None, Lease("held", (Gpu("n1", 0),), held_s=draw.random(), use=JobUsage())))
+                progress = draw.choice((None, Progress(float(number), attained_on={"a100": draw.random()})))
+                restart = one.key.restart + (draw.random() < 0.1)
+                jobs[which] = replace(one, key=JobKey(which, restart), lease=lease_, progress=progress,
+                                      profile=draw.choice((None, PROFILE)), run_s=draw.choice((None, 3.0)))  # fmt: skip
+        nodes = tuple(node(name, gpus_used=draw.randrange(3)) for name in ("n1", "n2") if draw.random() < 0.8)
+        hosts = tuple(Host(name, agent_alive=draw.random() < 0.5) for name in ("n1", "n2") if draw.random() < 0.8)
+        ordered = tuple(sorted(jobs.values(), key=lambda one: one.key))
+        seen = replace(books(*ordered, nodes=nodes), hosts=hosts, time_s=now_s + number)
+        if draw.random() < 0.1:
+            seen = replace(seen, jobs=seen.jobs[::-1])
+        before, memory = memory, replace(memory, suspended=frozenset(key.key for key in ordered if draw.random() < 0.3),
+                                         usage={"team": draw.random()})  # fmt: skip
+        reasons = {one.key: draw.choice(("waits", f"holds for {number} s")) for one in seen.jobs}
+        store.adopt(before)
+        decision = Decision((Yield(A, "r"),) * (number % 2), replace(memory, usage_s=float(number)), reasons)
+        written[store.begin(seen, decision, (), memory)] = seen, before, decision, memory
+        if number % 15 == 14:
+            store._frame_s = 0.0
+            store.tidy(0.0, 0.0)
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        for number, expected in written.items():
+            found = reader.round(number)
+            assert found is not None
+            whole = record_codec.encode_snapshot(expected[0])
+            assert record_codec.encode_snapshot(found.snapshot) == record_codec.encode_snapshot(
+                record_codec.decode_snapshot(whole)
+            )
+            assert (found.before, found.decision, found.memory) == expected[1:]
+        bases = [row["base"] for row in reader._rows("SELECT base FROM rounds", ())]
+    assert 3 <= sum(base is None for base in bases) <= 15
+    last = open_store(tmp_path).last_snapshot()
+    assert last is not None
+    assert [one.key for one in last.jobs] == [one.key for one in seen.jobs]
 
 
 def test_a_newer_store_is_put_aside_and_what_is_ours_taken_over(tmp_path: Path) -> None:

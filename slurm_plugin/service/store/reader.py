@@ -20,6 +20,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons
 from cadenza.slurm_plugin.service.store import record_codec, schema
+from cadenza.slurm_plugin.service.store.round_deltas import Frame, read_round
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -146,6 +147,8 @@ class StoreReader:
         self.path = path
         self._link = schema.open_readonly(path)
         self._link.row_factory = sqlite3.Row
+        self._frame: Frame | None = None
+        """The key frame of the round that was read last."""
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +165,7 @@ class StoreReader:
         where = f"ORDER BY number DESC LIMIT {MAX_UNREADABLE}" if number is None else "WHERE number = ?"
         for row in self._rows(f"{ROUNDS} {where}", () if number is None else (number,)):
             try:
-                return _round(row)
+                return self._read(row)
             except record_codec.UNREADABLE as error:
                 if number is not None:
                     raise StoreError(f"{self.path}: round {number} cannot be read: {error}") from None
@@ -173,16 +176,21 @@ class StoreReader:
 
         ``last``: the last round, which takes a second to read on a large cluster; by default it is read.
         """
-        reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
+        rows = self._rows("SELECT reason, at_s, round FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
         last = last or self.round()
+        reason, reason_at_s = (rows[0]["reason"], rows[0]["at_s"]) if rows else ("", None)
+        live = [key for key in (last.decision.reasons if last else ()) if key.id == job]
+        if last is not None and live and last.number >= (rows[0]["round"] if rows else 0):
+            # The table has it without the seconds that have gone on since.
+            reason, reason_at_s = last.decision.reasons[max(live)], last.at_s
         mine = [one for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
         newest = max(mine, key=lambda one: one.key.restart, default=None)
         if newest is not None and newest.profile is not None:  # siblings refer to each other
             newest = replace(newest, profile=replace(newest.profile, siblings={}))
         return JobRecord(
             job,
-            reason[0]["reason"] if reason else "",
-            reason[0]["at_s"] if reason else None,
+            reason,
+            reason_at_s,
             newest,
             self.actions(job=job, limit=limit),
             self.switches(job=job, limit=limit),
@@ -306,6 +314,16 @@ class StoreReader:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _read(self, row: sqlite3.Row) -> Round:
+        base = row["base"]
+        if base is not None and (self._frame is None or self._frame.number != base):
+            frames = self._rows("SELECT * FROM rounds WHERE number = ?", (base,))
+            if not frames:
+                raise LookupError(f"its key frame {base} is gone")
+            self._frame = Frame.of(frames[0])
+        snapshot, before, decision, memory = read_round(row, self._frame if base is not None else None)
+        return Round(row["number"], row["at_s"], snapshot, before, decision, memory, row["seconds"], row["text"] or "")
+
     def _table(
         self, table: str, column: str, kind: type[R], wanted: tuple[float, int | None, int], host: str | None = None
     ) -> tuple[R, ...]:
@@ -341,16 +359,3 @@ def _struct(row: sqlite3.Row, kind: type[R]) -> R:
     if isinstance(fields.get("gpus"), str):
         fields["gpus"] = json.loads(fields["gpus"])
     return msgspec.convert(fields, kind, strict=False)
-
-
-def _round(row: sqlite3.Row) -> Round:
-    return Round(
-        row["number"],
-        row["at_s"],
-        record_codec.decode_snapshot(record_codec.unpack(row["snapshot"])),
-        record_codec.decode_memory(record_codec.unpack(row["before"])),
-        record_codec.decode_decision(record_codec.unpack(row["decision"])),
-        record_codec.decode_memory(record_codec.unpack(row["memory"])),
-        row["seconds"],
-        row["text"] or "",
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 
@@ -64,7 +64,7 @@ PAIRS = (
 """Fields of a Memory whose keys are no strings."""
 
 
-class _Profiled(msgspec.Struct, frozen=True, array_like=True):
+class Profiled(msgspec.Struct, frozen=True, array_like=True):
     """A job's profile: the job's index among ``jobs``, the family and the member."""
 
     job: int
@@ -72,16 +72,19 @@ class _Profiled(msgspec.Struct, frozen=True, array_like=True):
     member: int
 
 
-class _SnapshotRow(msgspec.Struct, frozen=True):
+Families: TypeAlias = tuple[tuple[Profile, ...], ...]
+"""Profiles of one model by GPU type, without siblings."""
+
+
+class SnapshotRow(msgspec.Struct, frozen=True):
     """A snapshot that has each profile once, apart from the jobs: jobs share them, and they refer to each other."""
 
     time_s: float
     nodes: tuple[Node, ...]
     jobs: tuple[Job, ...]
     hosts: tuple[Host, ...] = ()
-    families: tuple[tuple[Profile, ...], ...] = ()
-    """Profiles of one model by GPU type, without siblings."""
-    profiled: tuple[_Profiled, ...] = ()
+    families: Families = ()
+    profiled: tuple[Profiled, ...] = ()
     site: SiteRules = SiteRules()
 
 
@@ -91,7 +94,8 @@ class _DecisionRow(msgspec.Struct, frozen=True):
     reasons: tuple[tuple[JobKey, str], ...]
 
 
-def _encode(value: object) -> bytes:
+def encode(value: object) -> bytes:
+    """Return a row as JSON."""
     return msgspec.json.encode(value, order="deterministic")
 
 
@@ -113,7 +117,7 @@ def action_of(row: dict[str, Any]) -> Action:
 
 def encode_action(action: Action) -> bytes:
     """Return one action as JSON."""
-    return _encode(action_row(action))
+    return encode(action_row(action))
 
 
 def decode_action(data: bytes) -> Action:
@@ -123,6 +127,11 @@ def decode_action(data: bytes) -> Action:
 
 def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
     """Return a snapshot as JSON."""
+    return encode(snapshot_row(snapshot))
+
+
+def snapshot_row(snapshot: ClusterSnapshot) -> SnapshotRow:
+    """Return a snapshot in JSON's shape."""
     families: dict[int, list[Profile]] = {}
     """By the identity of a family's first member."""
     places: dict[int, tuple[int, int]] = {}
@@ -133,17 +142,19 @@ def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
                 members = list(job.profile.siblings.values()) or [job.profile]
                 places |= {id(member): (len(families), number) for number, member in enumerate(members)}
                 families[id(members[0])] = members
-            profiled.append(_Profiled(index, *places[id(job.profile)]))
+            profiled.append(Profiled(index, *places[id(job.profile)]))
     bare = tuple(replace(job, profile=None) if job.profile is not None else job for job in snapshot.jobs)
     written = tuple(tuple(replace(member, siblings={}) for member in family) for family in families.values())
-    return _encode(
-        _SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled), snapshot.site),
-    )
+    return SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled), snapshot.site)
 
 
 def decode_snapshot(data: bytes) -> ClusterSnapshot:
     """Return the snapshot of :func:`encode_snapshot`, equal to the one that was encoded."""
-    row = msgspec.json.decode(data, type=_SnapshotRow)
+    return snapshot_of(msgspec.json.decode(data, type=SnapshotRow))
+
+
+def snapshot_of(row: SnapshotRow) -> ClusterSnapshot:
+    """Return the snapshot of :func:`snapshot_row`."""
     families = [tuple(linked({member.gpu: member for member in family}).values()) for family in row.families]
     jobs = list(row.jobs)
     for one in row.profiled:
@@ -153,7 +164,7 @@ def decode_snapshot(data: bytes) -> ClusterSnapshot:
 
 def encode_memory(memory: Memory) -> bytes:
     """Return a memory as JSON."""
-    return _encode(_memory_row(memory))
+    return encode(_memory_row(memory))
 
 
 def decode_memory(data: bytes) -> Memory:
@@ -161,11 +172,22 @@ def decode_memory(data: bytes) -> Memory:
     return _memory_of(msgspec.json.decode(data, type=_MemoryRow))
 
 
+def memory_values(memory: Memory) -> dict[str, Any]:
+    """Return a memory as plain objects, by field."""
+    found: dict[str, Any] = msgspec.to_builtins(_memory_row(memory), order="deterministic")
+    return found
+
+
+def memory_of_values(values: dict[str, Any]) -> Memory:
+    """Return the memory of :func:`memory_values`."""
+    return _memory_of(msgspec.convert(values, _MemoryRow))
+
+
 def encode_undo(memory: Memory) -> bytes:
     """Return the holds, suspends, drains and SiteFactors of a memory as JSON."""
     held, resumed = tuple(sorted(memory.held.items())), tuple(sorted(memory.resumed.items()))
     factors = tuple(sorted(memory.factors.items()))
-    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed, factors))
+    return encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed, factors))
 
 
 def decode_undo(data: bytes, rest: Memory) -> Memory:
@@ -178,7 +200,7 @@ def decode_undo(data: bytes, rest: Memory) -> Memory:
 def encode_decision(decision: Decision) -> bytes:
     """Return a decision as JSON: equal decisions give equal bytes, which a replay compares."""
     rows = tuple(action_row(action) for action in decision.actions)
-    return _encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
+    return encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
 
 
 def decode_decision(data: bytes) -> Decision:

@@ -12,7 +12,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
-VERSION = 4
+VERSION = 5
 MODE = 0o640
 """The record names jobs, users and commands: the service's user and its group read it."""
 
@@ -23,8 +23,10 @@ TABLES = """\
 CREATE TABLE settings (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, text TEXT NOT NULL);
 CREATE TABLE rounds (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, settings INTEGER,
+    base INTEGER /* key frame from which it is told; NULL: it is whole */,
     snapshot BLOB NOT NULL, before BLOB NOT NULL, decision BLOB NOT NULL, memory BLOB NOT NULL,
     seconds REAL);
+CREATE INDEX rounds_base ON rounds (base, number);
 CREATE TABLE actions (
     id INTEGER PRIMARY KEY, round INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
     job INTEGER, restart INTEGER, node TEXT, reason TEXT NOT NULL, action TEXT NOT NULL,
@@ -75,24 +77,22 @@ CREATE TABLE learned (name TEXT PRIMARY KEY, at_s REAL NOT NULL, record TEXT NOT
 the rounds are gone, and their hours count from the epoch. ``learned`` holds beliefs about profiles."""
 
 TIMED = {
-    "rounds": "at_s",
-    "actions": "at_s",
-    "reasons": "at_s",
-    "switches": "at_s",
-    "leases": "to_s",
-    "events": "at_s",
-    "learned": "at_s",
+    "actions": ("id", "at_s"),
+    "reasons": ("rowid", "at_s"),
+    "switches": ("id", "at_s"),
+    "leases": ("id", "to_s"),
+    "events": ("id", "at_s"),
 }
-"""The column with the age of each table's rows."""
+"""Tables whose rows come in the order of time: their key, and the column with the age of a row."""
 
 KEPT = {
-    "watched": "hour < ? / 3600.0",
-    "hours": "hour < ? / 3600.0",
-    "first_starts": "at_s < ?",
-    "starts": "at_s < ?",
-    "effects": "at_s < ?",
+    "watched": ("hour", "hour < ? / 3600.0"),
+    "hours": ("job, restart, hour", "hour < ? / 3600.0"),
+    "first_starts": ("job", "at_s < ?"),
+    "starts": ("job", "at_s < ?"),
+    "effects": ("decision, job", "at_s < ?"),
 }
-"""The condition for deleting rows of the tables for reports, which are kept longer."""
+"""Tables for reports, which are kept longer: their key, and the condition for deleting rows."""
 
 
 class NoRecordError(LookupError):
@@ -195,6 +195,7 @@ def put_aside(path: Path, now_s: float) -> Path:
 
 
 def _prepare(link: sqlite3.Connection, path: Path) -> None:
+    link.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: what is deleted leaves it
     link.execute("PRAGMA journal_mode=WAL")
     link.execute("PRAGMA synchronous=FULL")  # a round must survive power loss before its actions leave
     if link.execute("PRAGMA user_version").fetchone()[0] == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +21,9 @@ from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
-from cadenza.slurm_plugin.service.store import record_codec, schema
+from cadenza.slurm_plugin.service.store import record_codec, round_deltas, schema
 from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting, News
+from cadenza.slurm_plugin.service.store.round_deltas import Frame
 from cadenza.slurm_plugin.service.store.verification import verdict
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,29 @@ CONTENT_ERRORS = (OverflowError, ValueError, sqlite3.IntegrityError, sqlite3.Dat
 """Errors of one message's content, such as a number of more than 64 bits."""
 
 
+FRAME_S = 900.0
+"""Time from one key frame to the next."""
+TOLD_S, DAY_S, SLOT_S = 3600.0, 86400.0, 4 * 3600.0
+"""Ages: all rounds of an hour are kept, the key frames of a day, and one key frame of each slot."""
+CHUNK, STEP_S = 200, 0.05
+"""Rows that are deleted at once, and the time that one step of it takes."""
+PAGES = 512
+"""Free pages that are given back at once."""
+TOLD = """DELETE FROM rounds WHERE number IN (SELECT number FROM rounds WHERE base > 0 AND at_s < ?
+ AND number < (SELECT max(number) FROM rounds) ORDER BY number LIMIT 20)"""
+"""Deletes rounds that are told from key frames, the oldest first."""
+FRAMES = """DELETE FROM rounds WHERE base IS NULL AND at_s < ? AND number < (SELECT max(number) FROM rounds)
+ AND NOT EXISTS (SELECT 1 FROM rounds AS told WHERE told.base = rounds.number)"""
+"""Deletes key frames from which no round is told any more."""
+SLOTTED = """DELETE FROM rounds WHERE base IS NULL AND at_s < ? AND number < (SELECT max(number) FROM rounds)
+ AND NOT EXISTS (SELECT 1 FROM rounds AS told WHERE told.base = rounds.number)
+ AND EXISTS (SELECT 1 FROM rounds AS other WHERE other.base IS NULL AND other.number < rounds.number
+ AND CAST(other.at_s / ? AS INTEGER) = CAST(rounds.at_s / ? AS INTEGER))"""
+"""The same of those that are not the first of their slot."""
+COUNTED = re.compile(r"\d+ s\b")
+"""A time in a reason, which goes on by itself."""
+
+
 class _Written(NamedTuple):
     """A round as JSON, each part read again before anything of it is written."""
 
@@ -41,6 +66,8 @@ class _Written(NamedTuple):
     decision: bytes
     memory: bytes
     undo: bytes
+    base: int | None
+    """The key frame that it is told from; None: it is whole."""
 
 
 class SqliteStore:
@@ -65,6 +92,12 @@ class SqliteStore:
         self._checked: tuple[tuple[ClusterSnapshot, Decision, Memory], _Written] | None = None
         self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
         self._snapshot = self.last_snapshot()
+        self._reasons: Mapping[JobKey, str] = {}
+        self._frame: Frame | None = None
+        """The last key frame of this process."""
+        self._frame_s = -inf
+        self._last: tuple[int, Memory, Decision] | None = None
+        """The last round with its memory before and its decision, until it is a key frame or none is due."""
         self._accounting = JobAccounting(self._link, self._snapshot)
 
     def close(self) -> None:
@@ -84,9 +117,14 @@ class SqliteStore:
 
     def last_snapshot(self) -> ClusterSnapshot | None:
         """Return the snapshot of the last recorded round; None without one that can be read."""
-        row = self._link.execute("SELECT snapshot FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
+        cursor = self._link.cursor()
+        cursor.row_factory = sqlite3.Row
+        row = cursor.execute("SELECT * FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
+        if row is None:
+            return None
+        whole = cursor.execute("SELECT * FROM rounds WHERE number = ?", (row["base"],)).fetchone()
         try:
-            return record_codec.decode_snapshot(record_codec.unpack(row[0])) if row else None
+            return round_deltas.read_round(row, Frame.of(whole) if row["base"] else None)[0]
         except record_codec.UNREADABLE as error:
             log.warning("%s: the last snapshot cannot be read (%s), going on without it", self.path, error)
             return None
@@ -100,18 +138,28 @@ class SqliteStore:
         self._checked = (snapshot, decision, memory), self._written(snapshot, decision, memory)
 
     def _written(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> _Written:
-        written = _Written(
+        memory_data, undo = record_codec.encode_memory(memory), record_codec.encode_undo(memory)
+        record_codec.decode_undo(undo, record_codec.decode_memory(memory_data))
+        frame = self._frame
+        told = round_deltas.encode_snapshot(snapshot, frame) if frame is not None else None
+        if frame is not None and told is not None:
+            before = round_deltas.encode_memory(self._memory, memory)
+            round_deltas.decode_memory(before, memory)
+            decided = round_deltas.encode_decision(decision, memory, frame)
+            return _Written(told, before, decided, memory_data, undo, frame.number)
+        whole = self._whole(snapshot, self._memory, decision)
+        record_codec.decode_snapshot(whole[0])
+        record_codec.decode_memory(whole[1])
+        record_codec.decode_decision(whole[2])
+        return _Written(*whole, memory_data, undo, None)
+
+    @staticmethod
+    def _whole(snapshot: ClusterSnapshot, before: Memory, decision: Decision) -> tuple[bytes, bytes, bytes]:
+        return (
             record_codec.encode_snapshot(snapshot),
-            record_codec.encode_memory(self._memory),
+            record_codec.encode_memory(before),
             record_codec.encode_decision(decision),
-            record_codec.encode_memory(memory),
-            record_codec.encode_undo(memory),
         )
-        record_codec.decode_snapshot(written.snapshot)
-        record_codec.decode_memory(written.before)
-        record_codec.decode_decision(written.decision)
-        record_codec.decode_undo(written.undo, record_codec.decode_memory(written.memory))
-        return written
 
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Verify earlier actions against ``snapshot``, then write this round down and return its number."""
@@ -126,20 +174,28 @@ class SqliteStore:
             # 2. The round itself, with all that a replay needs, and what is ours to undo.
             self._write_undo(written.undo)
             cursor = self._link.execute(
-                "INSERT INTO rounds (at_s, settings, snapshot, before, decision, memory) VALUES (?, ?, ?, ?, ?, ?)",
-                (snapshot.time_s, self._settings, *map(record_codec.pack, written[:4])),
+                "INSERT INTO rounds (at_s, settings, base, snapshot, before, decision, memory)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (snapshot.time_s, self._settings, written.base, *map(record_codec.pack, written[:4])),
             )
             number = int(cursor.lastrowid or 0)
-            # 3. Its actions, and the reasons of all jobs.
+            # 3. Its actions, and the reasons that are others than before.
             self._insert_actions(number, snapshot.time_s, guarded)
             self._link.executemany(
                 "INSERT OR REPLACE INTO reasons (job, restart, at_s, round, reason) VALUES (?, ?, ?, ?, ?)",
-                [(key.id, key.restart, snapshot.time_s, number, text) for key, text in decision.reasons.items()],
+                [
+                    (key.id, key.restart, snapshot.time_s, number, text)
+                    for key, text in decision.reasons.items()
+                    if is_other(text, self._reasons.get(key))
+                ],
             )
             # 4. The sums for reports.
             baseline = self._accounting.observe(snapshot, self._memory)
+        if written.base is None:
+            self._new_frame(number, snapshot, decision)
+        self._last = number, self._memory, decision
         self._memory, self._snapshot, self._accounting.baseline = memory, snapshot, baseline
-        self.fresh = False
+        self._reasons, self.fresh = decision.reasons, False
         self._read_back(written.undo)
         return number
 
@@ -156,10 +212,6 @@ class SqliteStore:
             if self._snapshot is not None:
                 baseline = self._accounting.applied(done, self._snapshot, self._memory)
         self._accounting.baseline = baseline
-        try:
-            self._make_room()
-        except sqlite3.Error as error:
-            log.warning("%s: the oldest rounds could not be deleted: %s", self.path, error)
 
     # --- the rest of the record ----------------------------------------------------------------------
 
@@ -208,21 +260,55 @@ class SqliteStore:
                 refused += 1
         return refused
 
-    def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
-        """Delete everything older than ``before_s`` except the last round; return the number of rows deleted.
+    def tidy(self, before_s: float, kept_since_s: float) -> bool:
+        """Do a small part of the upkeep between rounds; return whether there is more to do.
 
-        ``kept_since_s``: the same for the tables of reports, by default ``before_s``.
+        Rounds become key frames, or are deleted by their age. Everything older than ``before_s`` is deleted except the
+        last round, and the tables of reports from before ``kept_since_s``; more, the oldest first, where the file has
+        its largest size.
         """
-        deleted = 0
-        kept_s = before_s if kept_since_s is None else kept_since_s
+        began_s = self._clock.now()
+        if self._last is not None and self._snapshot is not None and self._snapshot.time_s - self._frame_s >= FRAME_S:
+            self._make_frame(*self._last, self._snapshot)
+        before_s, kept_since_s = self._within_size(before_s, kept_since_s)
+        for query, values in deletions(self._clock.now(), before_s, kept_since_s):
+            deleted = CHUNK
+            while deleted:
+                if not 0 <= self._clock.now() - began_s < STEP_S:
+                    return True
+                with self._transaction():
+                    deleted = self._link.execute(query, values).rowcount
+        if self._link.execute("PRAGMA freelist_count").fetchone()[0] < PAGES:
+            return False
+        self._link.execute(f"PRAGMA incremental_vacuum({PAGES})").fetchall()
+        return True
+
+    def _make_frame(self, number: int, before: Memory, decision: Decision, snapshot: ClusterSnapshot) -> None:
+        """Write the last round down as a whole."""
+        whole = map(record_codec.pack, self._whole(snapshot, before, decision))
         with self._transaction():
-            for table, condition in schema.KEPT.items():
-                deleted += self._link.execute(f"DELETE FROM {table} WHERE {condition}", (kept_s,)).rowcount  # noqa: S608
-            for table, column in schema.TIMED.items():
-                keep = " AND number < (SELECT max(number) FROM rounds)" if table == "rounds" else ""
-                query = f"DELETE FROM {table} WHERE {column} < ?{keep}"  # noqa: S608 (names are ours)
-                deleted += self._link.execute(query, (before_s,)).rowcount
-        return deleted
+            query = "UPDATE rounds SET base = NULL, snapshot = ?, before = ?, decision = ? WHERE number = ?"
+            self._link.execute(query, (*whole, number))
+        self._new_frame(number, snapshot, decision)
+
+    def _new_frame(self, number: int, snapshot: ClusterSnapshot, decision: Decision) -> None:
+        self._frame, self._frame_s = Frame(number, snapshot, decision.reasons), snapshot.time_s
+
+    def _within_size(self, before_s: float, kept_since_s: float) -> tuple[float, float]:
+        """Return the ages from which on rows are kept, a twentieth later than the oldest if the file is too large."""
+        pages, free, size = (
+            self._link.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        if (pages - free) * size <= self.max_bytes:
+            return before_s, kept_since_s
+        now_s = self._clock.now()
+        oldest_s, last_s, hour = self._link.execute(
+            "SELECT min(at_s), max(at_s), (SELECT min(hour) FROM hours) FROM rounds"
+        ).fetchone()
+        cut_s = oldest_s + (last_s - oldest_s) / 20 if oldest_s is not None else -inf
+        if hour is not None and now_s - cut_s < DAY_S:  # it is the sums that are so large
+            kept_since_s = max(kept_since_s, 3600.0 * hour + (now_s - 3600.0 * hour) / 20)
+        return max(before_s, cut_s), kept_since_s
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -265,17 +351,6 @@ class SqliteStore:
         row = self._link.execute("SELECT record FROM undo").fetchone()
         if row is None or row[0] != record:
             raise StoreError(f"{self.path}: the record of our holds and suspends does not read back as it was written")
-
-    def _make_room(self) -> None:
-        """Delete the oldest tenth of the rounds, and all else of their time, once the file has its largest size."""
-        pages, free, size = (
-            self._link.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
-        if (pages - free) * size > self.max_bytes:
-            query = "SELECT at_s FROM rounds ORDER BY number LIMIT 1 OFFSET (SELECT count(*) / 10 + 1 FROM rounds)"
-            row = self._link.execute(query).fetchone()
-            if row is not None:
-                self.forget(row[0], -inf)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -327,23 +402,45 @@ class SqliteStore:
                 )
 
     def _insert_actions(self, number: int, at_s: float, guarded: Sequence[Guarded]) -> None:
-        # Observe-only blocks the same actions each round: one row for the first time is enough.
+        # The same actions are kept in each round, by observe-only or the rate: one row for the first time is enough.
         blocked = set()
         key: tuple[int, int] | tuple[None, None]
         for item in guarded:
-            action, text = item.action, record_codec.encode_action(item.action)
+            action, kind = item.action, type(item.action).__name__
+            key, node = (None, None), None
+            if isinstance(action, NodeAction):
+                node = action.node
+            else:
+                key = action.job
             if not item.allowed:
-                blocked.add((text, item.reason))
-            if item.allowed or (text, item.reason) not in self._last_blocked:
-                key, node = (None, None), None
-                if isinstance(action, NodeAction):
-                    node = action.node
-                else:
-                    key = action.job
-                row = (
-                    number, at_s, type(action).__name__, *key, node, action.reason, text.decode(), item.allowed,
-                    item.reason,
-                )  # fmt: skip
-                query = f"INSERT INTO actions ({ACTION_COLUMNS}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608
-                self._link.execute(query, row)
+                same = (kind, *key, node, item.reason.partition(":")[0])
+                blocked.add(same)
+                if same in self._last_blocked:
+                    continue
+            text = record_codec.encode_action(action).decode()
+            row = (number, at_s, kind, *key, node, action.reason, text, item.allowed, item.reason)
+            query = f"INSERT INTO actions ({ACTION_COLUMNS}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608
+            self._link.execute(query, row)
         self._last_blocked = frozenset(blocked)
+
+
+def is_other(reason: str, before: str | None) -> bool:
+    """Return True if a reason says more than that time has gone on."""
+    return reason != before and (before is None or COUNTED.sub("", reason) != COUNTED.sub("", before))
+
+
+def deletions(now_s: float, before_s: float, kept_since_s: float) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """Yield statements that each delete some rows that are too old, with their values.
+
+    Rows come in the order of time, so that each looks at the oldest only.
+    """
+    yield TOLD, (max(now_s - TOLD_S, before_s),)
+    yield SLOTTED, (now_s - DAY_S, SLOT_S, SLOT_S)
+    yield FRAMES, (before_s,)
+    for table, (key, column) in schema.TIMED.items():
+        oldest = f"SELECT {key} FROM {table} ORDER BY {key} LIMIT {CHUNK}"  # noqa: S608 (names are ours)
+        yield f"DELETE FROM {table} WHERE {key} IN ({oldest}) AND {column} < ?", (before_s,)  # noqa: S608
+    yield "DELETE FROM learned WHERE at_s < ?", (before_s,)
+    for table, (key, condition) in schema.KEPT.items():
+        some = f"SELECT {key} FROM {table} WHERE {condition} LIMIT {CHUNK}"  # noqa: S608 (names are ours)
+        yield f"DELETE FROM {table} WHERE ({key}) IN ({some})", (kept_since_s,)  # noqa: S608
