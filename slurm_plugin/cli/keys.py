@@ -35,8 +35,11 @@ class KeyedCommand(click.Command):
         self.headings = keys
         self.keys = {key.name: key for rows in keys.values() for key in rows}
         self.params.append(
-            click.Option(("--set", "pairs"), multiple=True, metavar="KEY=VALUE", help="Set a key of those below.")
-        )
+            click.Option(
+                ("--set", "pairs"), multiple=True, metavar="KEY=VALUE", help="Set a key of those below.",
+                shell_complete=lambda _ctx, _option, begun: [f"{key}=" for key in self.keys if key.startswith(begun)],
+            )
+        )  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Add the keys' values to the command's arguments."""

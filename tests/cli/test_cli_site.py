@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import zmq.auth
 from cli_rig import cluster, job, write_config
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, Node
@@ -751,3 +752,13 @@ def test_doctor_warns_of_profiles_that_are_not_used(tmp_path: Path) -> None:
     facts = changed(healthy(tmp_path), profiles=2, profile_problems=("resnet.json: model 'resnet': throughput: …",))
     found = [finding for finding in examine(facts) if finding.about == "profiles"]
     assert [finding.level for finding in found] == ["WARN", "OK"]
+
+
+def test_the_shell_completes_commands_policies_and_keys() -> None:
+    def completed(*words: str) -> list[str]:
+        found = ShellComplete(main, {}, "cadenza", "_CADENZA_COMPLETE").get_completions(list(words[:-1]), words[-1])
+        return [one.value for one in found]
+
+    assert completed("wh") == ["why", "whatif"]
+    assert completed("simulate", "--share", "g") == ["gandiva"]
+    assert completed("profile", "run", "--set", "s") == ["samples=", "steps-per-epoch=", "storage-mb-s="]

@@ -52,7 +52,6 @@ CHECKPOINT_S = "1800"
 STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
-BETWEEN = "share-between-users"
 TAKE_TURNS = ("timeslice", "gandiva")
 """Sharings that need a further lane to share anything."""
 SHIPPED = Settings()
