@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,9 +47,9 @@ class PartitionRow:
 
 
 def squares(
-    snapshot: ClusterSnapshot, memory: Memory, rows: Sequence[GpuRow], own: Mapping[int, bool]
+    snapshot: ClusterSnapshot, memory: Memory, rows: Sequence[GpuRow], own: Collection[int]
 ) -> tuple[HostSquares, ...]:
-    """Return the hosts in order; ``own``: the jobs, by number, that the viewer may see."""
+    """Return the hosts in order; ``own``: numbers of the jobs that the viewer may see."""
     free_hosts = free_gpus(snapshot)
     awaited = awaited_hosts(free_hosts, narrowest_waiting(snapshot, memory))
     nodes = {node.name: node for node in snapshot.nodes}
@@ -68,7 +68,7 @@ def squares(
             # Jobs without an agent hold GPUs of which Slurm's lists say the number only.
             state = "held" if row.holder is not None or left > 0 else free
             left -= row.holder is None
-            marks.append(Square(state, bool(row.holder and own.get(row.holder)), len(row.waiting)))
+            marks.append(Square(state, row.holder in own, len(row.waiting)))
         found.append(HostSquares(node.host, tuple(marks), _words(marks)))
     return tuple(sorted(found))
 

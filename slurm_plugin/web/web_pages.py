@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,18 +73,19 @@ class Site:
     store: Path
     whatifs: Path | None
     clock: Clock
-    _seen: tuple[tuple[int, int], Seen] | None = field(default=None)
+    _seen: tuple[tuple[int, int], Seen] | None = None
+    _busy: threading.Lock = field(default_factory=threading.Lock)
 
     def seen(self, reader: StoreReader) -> Seen:
         """Return the last round; raise RefusedError before the first."""
         now_s = self.clock.now()
         key = reader.last_number(), int(now_s // STALE_AFTER_S)  # the view says for how long no round has followed
-        kept = self._seen
-        if kept is None or kept[0] != key:
-            last = reader.round()
-            if last is None:
-                raise RefusedError(503, NO_ROUND)
-            self._seen = kept = key, Seen(last, view_of(reader, last, now_s))
+        with self._busy:
+            kept = self._seen
+            if kept is None or kept[0] != key:
+                if (last := reader.round()) is None:
+                    raise RefusedError(503, NO_ROUND)
+                self._seen = kept = key, Seen(last, view_of(reader, last, now_s))
         return kept[1]
 
 
@@ -93,7 +95,7 @@ PageMaker: TypeAlias = Callable[[Site, StoreReader, Question], Page]
 def now(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the page of the last round: faults, figures, the GPUs of each host, partitions and jobs."""
     last, whole = site.seen(reader)
-    own = {job.id: True for job in whole.jobs if asked.viewer.may_read(job.user)}
+    own = {job.id for job in whole.jobs if asked.viewer.may_read(job.user)}
     view = _cut(whole, asked.viewer)
     hosts = squares(last.snapshot, last.memory, whole.gpus, own)
     pages = max(1, -(-len(hosts) // HOSTS_A_PAGE))
@@ -123,13 +125,12 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
     # 1. When it had its GPUs, also those that it has now.
     rows = [*reader.leases(job=number, limit=1000), *(row for row in _current(last) if row.job == number)]
     stretches = [Stretch(_place(row), row.from_s, row.to_s, 1, _stretch_text(row, _place(row))) for row in rows]
-    begin_s = min((one.from_s for one in stretches), default=0.0)
-    if record.job is not None and record.job.submit_s > 0:
-        begin_s = min(begin_s or last.at_s, record.job.submit_s)
-    end_s = last.at_s if record.job is not None else max((one.to_s for one in stretches), default=0.0)
-    drawing = None
-    if stretches and end_s > begin_s:
+    drawing, period = None, ""
+    if stretches:
+        begin_s = min(*(one.from_s for one in stretches), record.job.submit_s if record.job else last.at_s)
+        end_s = max(*(one.to_s for one in stretches), last.at_s if record.job else 0.0) + 1.0
         drawing = timeline(stretches, sorted({one.key for one in stretches}), begin_s, end_s)
+        period = f"{local(begin_s)} to {local(end_s)}"
     # 2. What sharing cost it and brought it.
     hours = reader.job_hours(number)
     figures = [
@@ -141,8 +142,7 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
     ]
     values = {
         "record": record, "summary": summary(record), "state": list(state_lines(record.job)) if record.job else [],
-        "drawing": drawing, "figures": figures if hours else [], "sections": sections(record),
-        "from": local(begin_s), "to": local(end_s),
+        "drawing": drawing, "period": period, "figures": figures if hours else [], "sections": sections(record),
     }  # fmt: skip
     return Page("job.html", values, REFRESH_S)
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,23 @@ def test_a_round_is_decoded_once_for_all_and_the_next_one_is_seen(
         writer.close()
         assert "Round 3 at" in found.get("/", *named("ada")).text
         assert len(made) == 2
+
+
+def test_a_job_that_has_ended_keeps_its_story_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = record(tmp_path)
+    writer = SqliteStore(path, SystemClock())
+    writer.begin(replace(cluster(), jobs=()), Decision((), Memory(), {}), (), Memory())
+    writer.close()
+    monkeypatch.setattr(viewers, "peer_uid", lambda _: PROXY_UID)
+    with serving(path, str(tmp_path / "web.sock")) as found:
+        story = found.get("/jobs/1", *named("ada"))
+        assert story.status == 200
+        assert "no longer in Slurm; last: its turn: job 2 is next" in story.text
+        assert "n1:gpu0-7" in story.text
+        assert "GPU hours" in story.text
+        assert "yield in" in story.text
+        assert found.get("/jobs/1", *named("bob")).status == 404
+        assert "another user&#39;s job" in found.get("/hosts/n1", *named("ada")).text, "job 2 of bob, which is over too"
 
 
 def test_a_store_that_is_gone_is_said_and_its_path_is_not(tmp_path: Path) -> None:

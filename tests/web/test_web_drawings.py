@@ -51,7 +51,7 @@ def test_gpus_of_jobs_without_an_agent_count_as_held_and_a_drained_host_is_close
     unknown = replace(job(9, "eve", "held", (Gpu("n3", 0), Gpu("n3", 1))), lease=None)
     nodes = tuple(replace(node, gpus_used=3) if node.name == "n4" else node for node in snapshot.nodes)
     snapshot = replace(snapshot, jobs=(*snapshot.jobs, unknown), nodes=nodes)
-    hosts = squares(snapshot, Memory(), view.gpu_rows(snapshot), {1: True})
+    hosts = squares(snapshot, Memory(), view.gpu_rows(snapshot), {1})
     texts = {host.name: host.text for host in hosts}
     assert texts["n1"] == "8 GPUs: 8 held; jobs wait for a turn on 8"
     assert texts["n3"] == "8 GPUs: 2 held, 6 free although a job waits that fits"
