@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
@@ -108,6 +110,19 @@ def test_each_figure_of_the_first_pages_stands_in_the_measurements():
         figures = set(re.findall(r"\d+\.\d+(?=\u00d7)|\d+\.\d+ times|\d+\.\d+ s\b|\d+\.\d+ µs", text))
         assert sorted(found for found in figures if found.removesuffix(" times") not in measured) == [], page
         assert sorted(name for name in re.findall(r"benchmarks/\w+\.py", text) if name not in measured) == [], page
+
+
+@pytest.mark.slow
+def test_the_first_example_shows_the_shipped_policy_on_a_cluster_with_a_queue():
+    pages = [(ROOT / name).read_text() for name in ("docs/get-started.md", "docs/simulate.md")]
+    first = [re.findall(r"cadenza (simulate .*?)(?: +#.*)?$", text, re.MULTILINE)[0] for text in pages]
+    assert first[0] == first[1]
+    done = CliRunner().invoke(main, [*first[0].split(), "--json"])
+    found = json.loads(done.stdout)
+    assert found["policy"] == "levels/none/preemption"
+    assert found["ratio_to_baseline"]["avg_jct_h"] < 0.95
+    assert f"{found['ratio_to_baseline']['avg_jct_h']:.2f}" in pages[0]
+    assert found["ratio_to_baseline"]["wait_1_gpu_h"] < 0.1
 
 
 def test_each_command_of_a_record_exists():
