@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from service_rig import job, node
+from service_rig import books, job, node
 
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.accounting import usage
 from cadenza.slurm_plugin.service.accounting.sharing_report import Record, sharing_report
 from cadenza.slurm_plugin.service.accounting.usage import (
     MAX_GAP_S,
@@ -24,6 +27,8 @@ from cadenza.slurm_plugin.service.accounting.usage import (
     started,
     watched,
 )
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 LANES = (node("n1"), node("n1-l1", 1))
 HOSTS = (Host("n1", agent_alive=True),)
@@ -256,3 +261,33 @@ def test_room_at_the_start_saves_nothing_and_a_gap_ends_the_watch() -> None:
     assert start.saved_s(0.0, 1e9) == 0.0
     (lost,) = given_up(started(BEFORE, AFTER), 110.0)
     assert lost.saved_s(0.0, 1e9) == 7.0
+
+
+# --- Large sites -------------------------------------------------------------------------------------------------
+
+
+def test_waiting_jobs_are_counted_in_turns_and_no_second_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def queued(folder: Path) -> dict[int, float]:
+        """Run rounds in which 30 jobs wait; one starts, one is canceled, one comes to wait for something else."""
+        folder.mkdir()
+        store = SqliteStore(folder / "cadenza.db", SystemClock())
+        jobs = [job(n, state="PENDING", state_reason="Priority", slurm_priority=5, submit_s=0.0) for n in range(30)]
+        for number in range(20):
+            if number == 7:
+                jobs[3] = replace(jobs[3], state="RUNNING", nodes=("n1",), start_s=1065.0)
+                jobs[5] = replace(jobs[5], state_reason="Dependency")
+                del jobs[9]
+            told = replace(books(*jobs), hosts=(Host("n1", agent_alive=True),), time_s=1000.0 + 10.0 * number)
+            store.begin(told, Decision((), Memory()), (), Memory())
+        with StoreReader(folder / "cadenza.db") as reader:
+            return {row.job: row.queue_s for row in reader.hours(0.0, 1e9)}
+
+    whole = queued(tmp_path / "whole")
+    monkeypatch.setattr(usage, "ROWS_A_ROUND", 5)
+    parts = queued(tmp_path / "parts")
+    assert whole[0] == 190.0
+    assert [parts[n] for n in (3, 5, 9)] == [whole[n] for n in (3, 5)] + [60.0]
+    assert all(whole[n] - 70.0 <= parts[n] <= whole[n] for n in whole)
+    assert sum(parts.values()) > 0.8 * sum(whole.values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -132,13 +134,20 @@ def by_hour(from_s: float, to_s: float) -> Iterator[tuple[int, float]]:
 # --- Time and GPUs -----------------------------------------------------------------------------------------
 
 
-def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tuple[Spent, ...]:
+def spent(
+    before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory, later: Collection[JobKey] = ()
+) -> tuple[Spent, ...]:
     """Return the spending since the first round of the jobs that are there in the second one.
 
-    ``memory``: that of the first round, which tells our holds and suspends from others'.
+    ``memory``: that of the first round, which tells our holds and suspends from others'; ``later``: jobs that are left
+    out.
     """
     stretch = (before.time_s, after.time_s)
-    times = {job.key: _times(job, before.by_key.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
+    times = {
+        job.key: _times(job, before.by_key.get(job.key), stretch, memory)
+        for job in after.jobs
+        if job.gpus and job.key not in later
+    }
     shares = _gpu_seconds([(after.by_key[key], row.held_s) for key, row in times.items()], stretch[1] - stretch[0])
     lanes = {node.name: node.lane for node in after.nodes}
     rows = []
@@ -147,6 +156,37 @@ def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tu
         further_s = gpu_s if on_further_lane(job, lanes) else 0.0
         rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, own.queue_s, own.turn_s, own.held_s))
     return tuple(rows)
+
+
+ROWS_A_ROUND = 2000
+"""Waiting jobs that are counted in one round; on a large site each one's turn comes after some rounds."""
+
+
+def counted_later(
+    before: ClusterSnapshot, after: ClusterSnapshot, since_s: Mapping[JobKey, float], turn: int
+) -> dict[JobKey, float]:
+    """Return the jobs that are counted in a later round because they wait as before, with since when.
+
+    ``since_s``: the same as returned for the first round; ``turn``: number of the round.
+    """
+    slices = 1 + len(after.jobs) // ROWS_A_ROUND
+    if slices == 1:
+        return {}
+    earlier, turn = before.by_key, turn % slices
+    return {
+        job.key: since_s.get(job.key, before.time_s)
+        for job in after.jobs
+        if job.state == "PENDING" and job.slurm_priority and job.key.id % slices != turn and earlier.get(job.key) is job
+    }
+
+
+def waited(before: ClusterSnapshot, memory: Memory, since_s: Mapping[JobKey, float]) -> Iterator[tuple[float, Spent]]:
+    """Yield the time in the queue until a round that is still to be counted, with since when."""
+    for key, from_s in since_s.items():
+        job = before.by_key.get(key)
+        if job is not None and job.gpus and _queues(job, memory) and from_s < before.time_s:
+            queue_s = max(before.time_s - max(from_s, job.submit_s), 0.0)
+            yield from_s, Spent(key, job.user, job.opted_in, queue_s=queue_s)
 
 
 def on_further_lane(job: Job, lanes: Mapping[str, int]) -> bool:
@@ -294,6 +334,10 @@ class _Room(NamedTuple):
         return self.free + (sum(gpus for at, gpus in self.taken if at >= mark) if self.newest >= mark else 0)
 
 
+def _later_first(mark: Mark) -> Mark:
+    return -mark[0], -mark[1]
+
+
 class _Lane0:
     """Lane 0 of every host, with the jobs there."""
 
@@ -314,8 +358,19 @@ class _Lane0:
             for partition in node.partitions:
                 self._rooms[partition].append(room)
                 self.delays_s[partition] = max(self.delays_s[partition], delay_s)
+        for rooms in self._rooms.values():
+            rooms.sort(key=lambda room: _later_first(room.newest))
+        self._free: dict[tuple[str, int], int] = {}
+        """Nodes of a partition with so many free GPUs."""
 
     def has_room(self, start: Start) -> bool:
         """Return whether as many nodes as the job has could give it its GPUs."""
         each, mark = -(-start.gpus // start.num_nodes), (start.submit_s, start.job)
-        return sum(room.for_job(mark) >= each for room in self._rooms[start.partition]) >= start.num_nodes
+        rooms = self._rooms[start.partition]
+        # 1. Free ones, the same for all jobs of a size; 2. those with a job that came later, the first in this order.
+        free = self._free.get((start.partition, each))
+        if free is None:
+            free = self._free[start.partition, each] = sum(room.free >= each for room in rooms)
+        count = bisect_right(rooms, _later_first(mark), key=lambda room: _later_first(room.newest))
+        more = (room.free < each <= room.for_job(mark) for room in rooms[:count])
+        return free >= start.num_nodes or any(at >= start.num_nodes for at in accumulate(more, initial=free))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,6 +33,10 @@ class Baseline:
     turns: Mapping[JobKey, float] = field(default_factory=dict)
     """Waiting for turns of each live job so far, seconds."""
     marks: Mapping[JobKey, Marks] = field(default_factory=dict)
+    later: Mapping[JobKey, float] = field(default_factory=dict)
+    """Waiting jobs whose time is counted in a later round, with since when."""
+    number: int = 0
+    """Number of the round."""
 
 
 @dataclass(slots=True)
@@ -75,18 +79,20 @@ class JobAccounting:
         base = self.baseline
         if not snapshot.hosts:
             return base
-        turns, starts = base.turns, base.starts
+        turns, starts, later = base.turns, base.starts, dict(base.later)
         if usage.counts(base.snapshot, snapshot) and base.snapshot is not None:
-            turns = self._spend(base.snapshot, snapshot, memory)
+            later = usage.counted_later(base.snapshot, snapshot, base.later, base.number)
+            turns = self._spend(base.snapshot, snapshot, memory, later)
             self._write_first_starts(base.snapshot, snapshot)
             starts = self._watch((*starts, *usage.started(base.snapshot, snapshot)), snapshot, turns)
         elif base.snapshot is not None and snapshot.time_s > base.snapshot.time_s:
             self._write_starts(usage.given_up(starts, base.snapshot.time_s))
-            starts = ()
+            starts, later = (), {}
         changed = effects.advance(base.effects, snapshot, memory)
         self._write_effects(changed)
         marks = effects.marks(base.marks, snapshot, memory)
-        return Baseline(snapshot, starts, _in_force((*base.effects, *changed)), turns, marks)
+        in_force = _in_force((*base.effects, *changed))
+        return Baseline(snapshot, starts, in_force, turns, marks, later, base.number + 1)
 
     def applied(self, actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory) -> Baseline:
         """Write down the effects that a round's carried-out actions, by their rows, begin and end."""
@@ -107,17 +113,22 @@ class JobAccounting:
 
     # --- inside --------------------------------------------------------------------------------------------
 
-    def _spend(self, before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> dict[JobKey, float]:
-        rows, idle_s = usage.spent(before, after, memory), usage.idle_waiting_s(before, after, memory)
+    def _spend(
+        self, before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory, later: Mapping[JobKey, float]
+    ) -> dict[JobKey, float]:
+        rows, idle_s = usage.spent(before, after, memory, later), usage.idle_waiting_s(before, after, memory)
         self.news.spent = rows
-        for hour, part in usage.by_hour(before.time_s, after.time_s):
+        due = {key: from_s for key, from_s in self.baseline.later.items() if key not in later}
+        for from_s, row in usage.waited(before, memory, due):
+            self._link.executemany(ADD, _shares(row, tuple(usage.by_hour(from_s, before.time_s))))
+        spans = tuple(usage.by_hour(before.time_s, after.time_s))
+        for hour, part in spans:
             self._link.execute(
                 "INSERT INTO watched VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET seconds = seconds + excluded.seconds,"
                 " idle_gpu_s = idle_gpu_s + excluded.idle_gpu_s",
                 (hour, part * (after.time_s - before.time_s), part * idle_s),
             )
-            shares = [(hour, *row.key, row.user, row.managed, *(part * each for each in row[3:])) for row in rows]
-            self._link.executemany(ADD, shares)
+        self._link.executemany(ADD, [share for row in rows for share in _shares(row, spans)])
         return {row.key: self.baseline.turns.get(row.key, 0.0) + row.turn_s for row in rows}
 
     def _write_first_starts(self, before: ClusterSnapshot, after: ClusterSnapshot) -> None:
@@ -194,6 +205,12 @@ PUT = (
     f"INSERT OR REPLACE INTO effects ({', '.join(Effect.__struct_fields__)})"  # noqa: S608 (names are ours)
     f" VALUES ({', '.join('?' * len(Effect.__struct_fields__))})"
 )
+
+
+def _shares(row: Spent, spans: Iterable[tuple[int, float]]) -> Iterator[tuple[Any, ...]]:
+    """Yield a row of the table for each hour that a stretch of time touches."""
+    for hour, part in spans:
+        yield (hour, *row.key, row.user, row.managed, *(part * each for each in row[3:]))
 
 
 def _in_force(versions: Iterable[Effect]) -> tuple[Effect, ...]:
