@@ -56,7 +56,8 @@ def test_a_saved_baseline_comes_first_with_each_seed_once():
 def test_no_ratio_stands_beside_a_wait_of_next_to_nothing():
     def waited(label, hours):
         saved = toy(label, jobs=20)
-        runs = tuple(changed(run, summary=run.summary | {"wait_1_gpu_h": hours, "avg_jct_h": 20.0}) for run in saved.runs)
+        figures = {"wait_1_gpu_h": hours, "avg_jct_h": 20.0}
+        runs = tuple(changed(run, summary=run.summary | figures) for run in saved.runs)
         return changed(saved, runs=runs)
 
     ratios = [comparison(waited("a", base), waited("b", 3.0)).cells["wait_1_gpu_h"][1].ratio for base in (4e-5, 2.0)]
