@@ -78,8 +78,8 @@ def test_the_package_brings_a_man_page_and_completion(site: Site) -> None:
     assert "GPU sharing for Slurm" in site.said("ctl", page)
     complete = "source /usr/share/bash-completion/completions/cadenza; complete -p cadenza"
     assert "_cadenza_completion" in site.said("ctl", complete)
-    words = "COMP_WORDS='cadenza leftov' COMP_CWORD=1 _CADENZA_COMPLETE=bash_complete cadenza"
-    assert site.said("ctl", words).strip() == "plain,leftovers"
+    words = "COMP_WORDS='cadenza keyg' COMP_CWORD=1 _CADENZA_COMPLETE=bash_complete cadenza"
+    assert site.said("ctl", words).strip() == "plain,keygen"
 
 
 @PACKAGED
