@@ -100,7 +100,10 @@ class Future:
             for at, amount in ended[1]:
                 self._there.setdefault(at, []).append((ended, amount))
         self._steps: dict[Amount, _Steps] = {}
+        self._within: dict[int, tuple[list[int], list[float]]] = {}
+        """By the nodes that a job may have: the positions of the jobs there, and their ends."""
         self._on: dict[int, tuple[list[int], list[float]]] = {}
+        """The same by some of them."""
 
     def copy(self) -> Future:
         """Return another one that jobs start and leave in."""
@@ -108,6 +111,7 @@ class Future:
         other._free, other._order, other._count = self._free[:], self._order[:], self._count
         other.ends_s, other.nodes, other._there = self.ends_s[:], self.nodes[:], self._there.copy()
         other._steps = {need: steps.copy() for need, steps in self._steps.items()}
+        other._within = self._within.copy()
         return other
 
     def start(self, end_s: float, shares: Shares) -> None:
@@ -117,7 +121,15 @@ class Future:
         place = bisect_left(self._order, ended)
         self._order.insert(place, ended)
         self.ends_s.insert(place, ended[0])
-        self.nodes.insert(place, bits_of(at for at, _ in shares))
+        nodes = bits_of(at for at, _ in shares)
+        self.nodes.insert(place, nodes)
+        for among, (positions, ends_s) in self._within.items():
+            at = bisect_left(positions, place)
+            here = [(place, ended[0])] if nodes & among else []
+            self._within[among] = (
+                [*positions[:at], *(own for own, _ in here), *(own + 1 for own in positions[at:])],
+                [*ends_s[:at], *(end for _, end in here), *ends_s[at:]],
+            )
         for at, amount in shares:
             self._there[at] = sorted([*self._there.get(at, ()), (ended, amount)])
             self._more(at, amount, -1)
@@ -128,6 +140,10 @@ class Future:
         place = bisect_left(self._order, (max(end_s, self.now_s + 1), shares, -1))
         ended = self._order.pop(place)
         del self.ends_s[place], self.nodes[place]
+        for among, (positions, ends_s) in self._within.items():
+            at = bisect_left(positions, place)
+            gone = at + (at < len(positions) and positions[at] == place)
+            self._within[among] = [*positions[:at], *(own - 1 for own in positions[gone:])], ends_s[:at] + ends_s[gone:]
         for at, amount in shares:
             self._there[at] = [one for one in self._there[at] if one[0] != ended]
             self._more(at, amount, 1)
@@ -171,12 +187,14 @@ class Future:
 
         ``among``: these nodes and the few others that are reserved; of those alone the jobs are looked through.
         """
-        if among not in self._on:
+        if among not in self._within:
             positions = [at for at, own in enumerate(self.nodes) if own & among]
-            self._on[among] = positions, [self.ends_s[at] for at in positions]
+            self._within[among] = positions, [self.ends_s[at] for at in positions]
         left_out = among & ~nodes
-        if not left_out or nodes in self._on:
-            return self._on[nodes if nodes in self._on else among]
+        if not left_out:
+            return self._within[among]
+        if nodes in self._on:
+            return self._on[nodes]
         gone: set[int] = set()
         while left_out:
             bit = left_out & -left_out
@@ -185,7 +203,7 @@ class Future:
                 place = bisect_left(self._order, ended)
                 if not self.nodes[place] & nodes:
                     gone.add(place)
-        positions, ends_s = self._on[among]
+        positions, ends_s = self._within[among]
         if gone:
             positions = [at for at in positions if at not in gone]
             ends_s = [self.ends_s[at] for at in positions]

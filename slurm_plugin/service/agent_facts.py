@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from cadenza.policies.core.actions import Suspend, Unsuspend
 from cadenza.policies.core.decision import Memory
@@ -40,7 +41,7 @@ def facts_of(
     pack_of = {key: min(group).id for group in memory.sharing.packs for key in group}
     host_of = snapshot.host_of
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
-    for job in sorted(snapshot.jobs, key=lambda job: job.key):
+    for job in sorted((job for job in snapshot.jobs if job.nodes), key=attrgetter("key")):
         hosts = {host_of.get(node, node) for node in job.nodes}
         facts = JobFacts(
             job=job.key.id,

@@ -43,6 +43,7 @@ def test_nodes_with_room_and_jobs_on_nodes_are_those_of_a_look_at_all(
         draw = Random(seed)  # noqa: S311
         nodes = draw.randrange(3, 40)
         free = [(draw.choice((0, 0, 2)), 50, 500) for _ in range(nodes)]
+        partitions = [bits_of(draw.sample(range(nodes), nodes // 2)) for _ in range(3)]
         future = Future(0.0, free, random_jobs(draw, nodes, 3 * nodes), (bits_of(range(nodes)),))
         for step in range(25):
             # 1. Jobs start and leave.
@@ -59,7 +60,7 @@ def test_nodes_with_room_and_jobs_on_nodes_are_those_of_a_look_at_all(
             last = future._order[ended - 1] if ended else backfill._NOW
             assert future._fitting(need, last) == expected(future, need, ended)
             # 3. Jobs on all nodes of a partition but the reserved ones.
-            among = bits_of(draw.sample(range(nodes), draw.randrange(1, nodes)))
+            among = draw.choice(partitions)
             some = among & ~bits_of(draw.sample(range(nodes), draw.randrange(0, 3)))
             positions = [at for at, own in enumerate(future.nodes) if own & some]
             assert future.on(some, among) == (positions, [future.ends_s[at] for at in positions])
