@@ -94,7 +94,7 @@ def test_an_owner_cannot_leave_lane_0_by_an_update_either(cluster: Cluster) -> N
 
 
 def test_a_hostile_name_is_text_in_every_view(cluster: Cluster) -> None:
-    name = "\x1b]0;x\x07\x1b[2J[/]"
+    name = "[/]\x1b]0;x\x07\x1b[2J"
     job = cluster.sbatch("--gres=gpu:1", "--mem=500", "--hold", "--cadenza", f"--job-name={name}", command="true")
     wait_for("the job in a round", lambda: any(row["id"] == job for row in cluster.top()["jobs"]))
     for words in (("top", "--once"), ("why", str(job)), ("doctor",)):
@@ -119,6 +119,20 @@ def test_the_library_of_addresses_that_stay_is_in_the_processes_that_ask_for_it(
     nccl, preload, mapped = script.splitlines()
     assert (nccl, Path(preload).name, mapped) == ("0", library, "1"), "resolved, and no list"
     assert cluster.ctl("cat", f"{RESULTS}/inner.log") == "0\n0\nend\n", "NCCL's variable, and no library"
+
+
+def test_a_job_that_asks_for_it_says_at_its_end_what_sharing_took(cluster: Cluster) -> None:
+    jobs = {
+        word: cluster.paced(f"sums-{number}", iterations=20, options=("--gres=gpu:1", f"--cadenza={word}"))
+        for number, word in enumerate(("summary", "share"))
+    }
+    for job in jobs.values():
+        cluster.wait_done(job)
+    found = {
+        word: [line for line in cluster.log(job).splitlines() if " ends after " in line] for word, job in jobs.items()
+    }
+    assert [line.partition(" ends ")[0] for line in found["summary"]] == [f"cadenza: job {jobs['summary']}"]
+    assert found["share"] == []
 
 
 def test_a_late_job_leaves_its_gpus_to_others_until_it_attaches(cluster: Cluster, kept: str) -> None:
