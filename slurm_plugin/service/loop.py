@@ -186,7 +186,7 @@ class Loop:
                 self.reload = False
                 self._reload(reload)
             began_s = self._clock.monotonic()
-            self._follow_slurmctld()
+            self.follow_slurmctld()
             if self.acting:
                 with uncollected():
                     self.round()
@@ -210,7 +210,7 @@ class Loop:
         gc.collect()
         gc.freeze()  # the next collection leaves out what is there now
 
-    def _follow_slurmctld(self) -> None:
+    def follow_slurmctld(self) -> None:
         """Act only where slurmctld is in control: stand by without a word to the agents, or take over."""
         reason = self.standby_reason()
         if not reason and not self.acting:

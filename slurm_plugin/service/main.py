@@ -168,7 +168,9 @@ def _run(loop: Loop, config: Path, watchdog: Watchdog) -> None:
         notify("WATCHDOG=1")
 
     with _signals(loop):
-        loop.settle()
+        loop.follow_slurmctld()
+        if loop.acting:
+            loop.settle()
         notify("READY=1")
         loop.run(lambda: load_settings(config), nap)
         notify("STOPPING=1")

@@ -164,6 +164,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for host in ("ctl2", "node1"):  # a site's name service knows a lost host, the containers' does not
             cluster.exec(host, "sh", "-c", "getent hosts ctl >> /etc/hosts")
         wait_for("the backup", lambda: up(cluster) == {"ctl", "ctl2"})
+        cluster.put(PACED_JOB, SOURCE.read_text())
         cluster.service("ctl2", "start", "cadenzad")
         yield cluster
     finally:
