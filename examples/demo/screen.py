@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.slurm_plugin.cli.jobs.render import screen as top_screen
+from cadenza.slurm_plugin.cli.jobs.render import Screen as TopScreen
 from cadenza.slurm_plugin.cli.jobs.view import TopView
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LiveView:
         if not self._shown:
             return
         head = Text.assemble((self._title, "bold"), f"   {at_s:4.0f} s   {progress}")
-        body = top_screen(self._top) if self._top else queue_table(self.queue or ())
+        body = TopScreen(self._top) if self._top else queue_table(self.queue or ())
         if console.is_terminal:
             self._live.update(Group(head, body), refresh=True)
         elif at_s >= self._next_line_s:

@@ -67,7 +67,7 @@ def top(_: Path) -> RenderableType:
     last = Round(123_456, 1000.0, seen, Memory(), Decision((), Memory(), reasons), Memory(), 0.1, "")
     was, now = "64 CPUs 512000 MB on gpu-a100-17", "96 CPUs 256000 MB on gpu-a100-17"
     effect = Effect(1, "tune", 12_345_678, 0, "a", 900.0, was, now, now, 1.55, 1.25, 0.75, 2.25, "kept", "as promised")
-    return render.screen(build(last, Recent(effects=(effect,)), 1002.0))
+    return render.Screen(build(last, Recent(effects=(effect,)), 1002.0))
 
 
 def sweep(_: Path) -> RenderableType:

@@ -24,7 +24,7 @@ from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, 
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import JobId
-from cadenza.slurm_plugin.cli.jobs.render import screen
+from cadenza.slurm_plugin.cli.jobs.render import Screen
 from cadenza.slurm_plugin.cli.jobs.view import Recent, build
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.terminal import Terminal
@@ -103,7 +103,7 @@ def test_top_tells_a_user_which_gpus_others_have_and_not_who(config: Path) -> No
         own = own_part(last, "bob", (), (), ())
         view = build(own.round(), Recent(hosts=own.hosts, others=own.others), seen.time_s)
         assert (view.idle_gpus, view.waiting_that_fit, [row.others for row in view.gpus]) == (idle, fit, others)
-        text = printed(screen(view))
+        text = printed(Screen(view))
         assert ("another user's job" in text, "secret" in text, "idle GPUs 0" in text) == (any(others), False, True)
 
 

@@ -82,9 +82,9 @@ def bad_view(name: str) -> TopView:
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_top_prints_text_only(name: str) -> None:
-    lines = printed(lambda out: out.print(render.screen(bad_view(name)))).splitlines()
+    lines = printed(lambda out: out.print(render.Screen(bad_view(name)))).splitlines()
     harmless("\n".join(lines))
-    plain = printed(lambda out: out.print(render.screen(bad_view("x" * len(name)))))
+    plain = printed(lambda out: out.print(render.Screen(bad_view("x" * len(name)))))
     assert abs(len(lines) - len(plain.splitlines())) <= 2, "words wrap elsewhere, and nothing else ends a line"
     assert not name.startswith("[/]") or any("[/]" in line for line in lines), "markup is text"
 

@@ -21,7 +21,7 @@ from cadenza.policies.registry import ENTRIES
 from cadenza.policies.round import Live, run_round
 from cadenza.policies.supervision import left_alone
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.jobs.render import screen
+from cadenza.slurm_plugin.cli.jobs.render import Screen
 from cadenza.slurm_plugin.cli.jobs.view import Recent, build
 from cadenza.slurm_plugin.cli.jobs.why import lines
 from cadenza.slurm_plugin.cli.report.sharing import gather, sheet, show, summary
@@ -185,7 +185,7 @@ def whole_way(seen: ClusterSnapshot, chosen: Settings, folder: Path) -> None:
         assert last is not None
         assert (last.number, last.snapshot, last.decision) == (2, report.snapshot, report.decision)
         texts = [line for number in (*BAD, *HONEST) for line in lines(reader.job_record(number))]
-        console.print(screen(build(last, Recent(reader.actions(), (), reader.effects()), seen.time_s)))
+        console.print(Screen(build(last, Recent(reader.actions(), (), reader.effects()), seen.time_s)))
         sharing = gather(reader, seen.time_s - 7200, seen.time_s + 7200, None)
     content = sheet(sharing, "t")
     show(content, summary(sharing), console)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -24,18 +25,31 @@ MARKS = {
     "waiting": ("…", "dim"),
 }
 MAX_REASON = 1000
-LONGEST_NAME = 12
+NAME, WIDE_NAME, WIDE = 12, 40, 140
+"""Characters of a name that are shown, and with at least so many columns."""
 COLUMNS = ("JOB", "USER", "NAME", "STATE", "STEP", "ITER", "SHARE", "GPUS")
 RIGHT = frozenset({"STEP", "ITER", "SHARE"})
 """Columns of figures."""
 
 
-def screen(view: TopView) -> RenderableType:
-    """Return the whole screen for one moment."""
-    if not view.round:
-        return Text(NO_ROUND)
-    faults = (Text(printable(fault, MAX_REASON), style="red") for fault in view.faults)
-    return Group(headline(view), *faults, gpu_map(view), *job_lines(view.jobs), *effect_lines(view), legend())
+class Screen(NamedTuple):
+    """The whole screen for one moment; a narrow one has shorter names."""
+
+    view: TopView
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield the parts from top to bottom."""
+        del console
+        view, longest = self.view, NAME if options.max_width < WIDE else WIDE_NAME
+        if not view.round:
+            yield Text(NO_ROUND)
+            return
+        yield headline(view)
+        yield from (Text(printable(fault, MAX_REASON), style="red") for fault in view.faults)
+        yield gpu_map(view, longest)
+        yield from job_lines(view.jobs, longest)
+        yield from effect_lines(view)
+        yield legend()
 
 
 def headline(view: TopView) -> Text:
@@ -62,7 +76,7 @@ def headline(view: TopView) -> Text:
     return line
 
 
-def gpu_map(view: TopView) -> Table:
+def gpu_map(view: TopView, longest: int) -> Table:
     """Return one row for the GPUs of a host that the same jobs have: their holder, and the waiting jobs by lane."""
     jobs = {job.id: job for job in view.jobs}
     lanes = max((job.lane or 0 for job in view.jobs if job.lease), default=0) + 1
@@ -73,22 +87,22 @@ def gpu_map(view: TopView) -> Table:
         cells = [Text() for _ in range(lanes)]
         for number in (*(() if holder is None else (holder,)), *waiting):
             if job := jobs.get(number):
-                cells[job.lane or 0].append_text(marked(job))
+                cells[job.lane or 0].append_text(marked(job, longest))
         if others:
             cells[0].append_text(Text("▶ another user's job", style="dim"))
         table.add_row(gpu_names(Gpu(row.host, row.index) for row in rows), *cells)
     return table
 
 
-def marked(job: JobRow) -> Text:
+def marked(job: JobRow, longest: int) -> Text:
     """Return the mark of a job's lease, its number and its name."""
     mark, style = MARKS.get(job.lease, (" ", "dim"))
-    return Text(f"{mark} {job.id} {printable(job.name, LONGEST_NAME)} ", style=style)
+    return Text(f"{mark} {job.id} {printable(job.name, longest)} ", style=style)
 
 
-def job_lines(jobs: Sequence[JobRow]) -> Iterator[Text]:
+def job_lines(jobs: Sequence[JobRow], longest: int) -> Iterator[Text]:
     """Yield a line for each job, and below it what was last done about it and why; no figure is cut."""
-    rows = [COLUMNS, *map(job_cells, jobs)]
+    rows = [COLUMNS, *(job_cells(job, longest) for job in jobs)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS) - 1)]
     for row, job in zip(rows, (None, *jobs), strict=True):
         line = Text(style="bold" if job is None else "")
@@ -103,12 +117,12 @@ def job_lines(jobs: Sequence[JobRow]) -> Iterator[Text]:
             yield Text(f"  {said}", style="dim")
 
 
-def job_cells(job: JobRow) -> tuple[str, ...]:
+def job_cells(job: JobRow, longest: int) -> tuple[str, ...]:
     """Return the cells of one job."""
     return (
         str(job.id) if not job.restart else f"{job.id}.{job.restart}",
-        printable(job.user, LONGEST_NAME),
-        printable(job.name, LONGEST_NAME),
+        printable(job.user, longest),
+        printable(job.name, longest),
         job.lease or job.slurm_state.lower(),
         str(job.step) if job.step else "",
         milliseconds(job.iteration_s) if job.iteration_s is not None else "",

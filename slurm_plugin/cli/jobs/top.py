@@ -44,10 +44,10 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
             for view in views:
                 emit("cadenza.top/1", view)
         else:
-            from cadenza.slurm_plugin.cli.jobs.render import screen  # noqa: PLC0415 (slow, and not needed for JSON)
+            from cadenza.slurm_plugin.cli.jobs.render import Screen  # noqa: PLC0415 (slow, and not needed for JSON)
             from cadenza.slurm_plugin.cli.terminal import show  # noqa: PLC0415
 
-            show(console(), map(screen, views), live=not once)
+            show(console(), map(Screen, views), live=not once)
 
 
 def look(source: StoreReader | Path) -> TopView:
