@@ -586,11 +586,14 @@ class World:
                 used = self._used[node.name][0] if held is None else held.get(node.host, 0)
                 idle = node.gpus - used if node.up else 0
                 hosts.append(HostGpus(node.gpus, idle, node.partitions, node.gpu_type, node.name))
+        idle = sum(host.idle for host in hosts)
+        if not idle:
+            return 0.0
         # A job at a limit of its account, QOS, array or license would not start on free GPUs.
         waiting = (
             (Wanted(job.trace.partition, job.trace.gpu_type, job.trace.barred), job.gpus)
             for job in self.live.values()
-            if not job.running and (job.state != "PENDING" or not self.queue.limit(job.queued))
+            if not job.running and job.gpus <= idle and (job.state != "PENDING" or not self.queue.limit(job.queued))
         )
         return float(idle_waiting_gpus(hosts, narrowest_jobs(waiting)))
 

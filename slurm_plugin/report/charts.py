@@ -118,7 +118,9 @@ def _over_time(comparison: Comparison, view: View, limit: int) -> Chart | None:
     end = max(run.end_s for result in comparison.results for run in result.runs)
     begin = min(begins) if min(begins) > MAX_IDLE_START * end else 0.0
     edges = [begin + (end - begin) * at / limit for at in range(limit + 1)]
-    lines = tuple(line for result in comparison.results if (line := _line(comparison, result, view, edges)).points)
+    # What a file does not know of a result is no line at 0.
+    known = [one for one in comparison.results if not view.metric or comparison.mean(view.metric, one) is not None]
+    lines = tuple(line for result in known if (line := _line(comparison, result, view, edges)).points)
     several = any(len(result.runs) > 1 for result in comparison.results)
     seeds = ", the band goes from the lowest to the highest seed" if several else ""
     if not lines or end <= begin:

@@ -44,11 +44,11 @@ def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
         results,
         dict(_table(results)),
         {result.label: paired_speed_up(result, results[0]) for result in results[1:]},
-        _slices(results, lambda _run, job: job.gpus),
-        _largest(_slices(results, lambda _run, job: job.model or "unknown")),
-        _slices(results, lambda run, job: run.classes.get(job.model, "unknown")),
-        _largest(_slices(results, lambda _run, job: job.user or "unknown")),
-        _named(_slices(results, lambda _run, job: size_class(job))),
+        slices_by(results, lambda _run, job: job.gpus),
+        slices_by(results, lambda _run, job: job.model or "unknown"),
+        slices_by(results, lambda run, job: run.classes.get(job.model, "unknown")),
+        slices_by(results, lambda _run, job: job.user or "unknown"),
+        _named(slices_by(results, lambda _run, job: size_class(job))),
         (*warnings, *notes(results)),
     )
 
@@ -181,7 +181,7 @@ def _ratio(job: JobResult, base: JobResult | None) -> float | None:
     return base.jct_s / job.jct_s or None
 
 
-def _slices(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> tuple[Slice, ...]:
+def slices_by(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> tuple[Slice, ...]:
     """Return the mean JCT of each kind of job, kinds in the order of their names."""
     kinds: list[list[dict[T, list[float]]]] = []
     """Completion times in hours by kind of job, of each result and run."""
@@ -197,10 +197,27 @@ def _slices(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> t
     return tuple(_slice(name, results, kinds) for name in names)
 
 
-def _largest(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Return the slices with the most jobs, in their own order."""
+def largest(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+    """Return the slices with the most jobs, in their own order: as many as a table shows."""
     kept = sorted(slices, key=lambda item: (-max(item.jobs), item.name))[:MAX_ROWS]
     return tuple(item for item in slices if item in kept)
+
+
+def uncompared(comparison: Comparison, label: str) -> Comparison:
+    """Return the comparison in which one result is shown, and not judged against the baseline."""
+    at = next(result.index for result in comparison.results if result.label == label)
+
+    def plainly(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
+        return (*cells[:at], Cell(cells[at].estimate), *cells[at + 1 :])
+
+    kinds = {
+        name: tuple(item._replace(cells=plainly(item.cells)) for item in getattr(comparison, name))
+        for name in ("by_gpus", "by_model", "by_class", "by_user", "by_size")
+    }
+    return replace(
+        comparison, cells={key: plainly(cells) for key, cells in comparison.cells.items()},
+        speed_ups={**comparison.speed_ups, label: PairedSpeedUp((), 0)}, **kinds,
+    )  # fmt: skip
 
 
 def most_changed(comparison: Comparison, label: str) -> tuple[Slice, ...]:
@@ -209,10 +226,9 @@ def most_changed(comparison: Comparison, label: str) -> tuple[Slice, ...]:
     Kinds of fewer than ``MIN_JOBS`` jobs are left out.
     """
     position = next(result.index for result in comparison.results if result.label == label)
-    users = _slices(comparison.results, lambda _run, job: job.user or "unknown")
     changes = [
         (ratio, item.name, item)
-        for item in (*(user._replace(name=f"user {user.name}") for user in users), *comparison.by_size)
+        for item in (*(user._replace(name=f"user {user.name}") for user in comparison.by_user), *comparison.by_size)
         if min(item.jobs) >= MIN_JOBS and (ratio := item.cells[position].ratio) is not None
     ]
     ordered = sorted(changes, key=lambda change: change[:2])
@@ -239,7 +255,7 @@ def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, 
     means = [[fmean(run[name]) if name in run else None for run in runs] for runs in kinds]
     return Slice(
         str(name),
-        tuple(sum(len(run.get(name, ())) for run in runs) for runs in kinds),
+        tuple(sum(len(run.get(name, ())) for run in runs) / max(len(runs), 1) for runs in kinds),
         tuple(
             compare_cell(mine, means[0], "lower", paired=same_seeds(result, results[0]), first=result.index == 0)
             for result, mine in zip(results, means, strict=True)

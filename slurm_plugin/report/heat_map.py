@@ -16,7 +16,7 @@ STRONG = (1.1, 1.5, 3.0)
 class Field(NamedTuple):
     """One class of jobs: their number, the change, and the name of its color, such as *good2*; empty without one."""
 
-    jobs: int
+    jobs: float
     change: VersusText | None
     color: str
 
@@ -30,12 +30,14 @@ class HeatMap(NamedTuple):
 
 
 def heat_maps(comparison: Comparison) -> tuple[HeatMap, ...]:
-    """Return the map of each result but the baseline; none where all jobs are of one class."""
+    """Return the map of each result that is compared; none where all jobs are of one class."""
     if len(comparison.by_size) < 2:  # noqa: PLR2004 (one field shows nothing)
         return ()
     columns = tuple(name for _, name in LENGTHS)
     return tuple(
-        HeatMap(result, columns, tuple(_rows(comparison, result, columns))) for result in comparison.results[1:]
+        HeatMap(result, columns, tuple(_rows(comparison, result, columns)))
+        for result in comparison.results[1:]
+        if any(item.cells[result.index].ratio is not None for item in comparison.by_size)
     )
 
 

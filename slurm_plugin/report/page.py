@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from cadenza.slurm_plugin.report.chart_model import Chart
 from cadenza.slurm_plugin.report.charts import charts
+from cadenza.slurm_plugin.report.compare import largest
 from cadenza.slurm_plugin.report.draw import DARK, LIGHT, NARROW, WIDE, draw, look
 from cadenza.slurm_plugin.report.heat_map import heat_maps
 from cadenza.slurm_plugin.report.page_model import Comparison, Result, Slice
@@ -19,6 +21,21 @@ from cadenza.slurm_plugin.report.sentences import summary
 from cadenza.slurm_plugin.report.tables import VersusText, sections, slice_table, versus
 from cadenza.slurm_plugin.report.units import HOUR_S, count, number, unit_of
 from cadenza.slurm_plugin.report.units import NARROW as SPACE
+
+
+class Lead(NamedTuple):
+    """What goes ahead of the figures: sentences, the first of which is the verdict, a chart, a table, more kinds."""
+
+    lines: tuple[str, ...]
+    refused: bool
+    """There is no verdict: no figure of the page is called better or worse."""
+    chart: Chart
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[tuple[str, str, str, tuple[Slice, ...]], ...]
+    """Key, title, head and means of further kinds of jobs."""
+    repeated: str = "draws"
+    """What the runs of one result are."""
 
 
 class CardText(NamedTuple):
@@ -51,7 +68,10 @@ def document(template: str, title: str, results: Sequence[Result] = (), **values
     return page.render(title=title, results=results, script=script, script_digest=digest, **values)
 
 
-def render(comparison: Comparison, title: str, remarks: Sequence[str] = (), extremes: Sequence[Slice] = ()) -> str:
+def render(
+    comparison: Comparison, title: str, remarks: Sequence[str] = (), extremes: Sequence[Slice] = (),
+    lead: Lead | None = None,
+) -> str:  # fmt: skip
     """Return the page, with remarks ahead of its own notes, and a table of the kinds of jobs that changed most.
 
     Raise EnvironmentLacks without matplotlib.
@@ -65,26 +85,39 @@ def render(comparison: Comparison, title: str, remarks: Sequence[str] = (), extr
         facts += [f"{count(len(first.jobs))} jobs", f"{count(first.gpus)} GPUs and {count(first.cpus)} CPUs"]
     # 2. Each chart, drawn for wide and for narrow screens.
     narrow = {chart.key: chart for chart in charts(comparison, NARROW.points)}
-    drawings = [
-        (chart, (draw(chart, WIDE), draw(narrow[chart.key], NARROW))) for chart in charts(comparison, WIDE.points)
-    ]
+    drawings = [(chart, _drawn(chart, narrow[chart.key])) for chart in charts(comparison, WIDE.points)]
     # 3. The tables by kind of job.
     kinds = (
         ("by-change", "Users and classes that win and lose most", "User or class", extremes),
         ("by-gpus", "Completion time by number of GPUs", "GPUs", comparison.by_gpus),
         ("by-size", "Completion time by size and length", "GPUs and run time", comparison.by_size),
-        ("by-user", "Completion time by user", "User", comparison.by_user),
+        *(lead.kinds if lead is not None else ()),
+        ("by-user", _title("user", comparison.by_user), "User", largest(comparison.by_user)),
         ("by-class", "Completion time by class of model", "Class", comparison.by_class),
-        ("by-model", "Completion time by model", "Model", comparison.by_model),
+        ("by-model", _title("model", comparison.by_model), "Model", largest(comparison.by_model)),
     )
     slices = [slice_table(*names, results) for names in kinds if len(names[-1]) > 1]
     # 4. The document.
+    commands = [_command(result) for result in results]
+    if len({tuple(command["lines"]) for command in commands}) == 1:
+        commands = commands[:1]
     return document(
         "comparison.html", title, results, facts=facts, notes=(*remarks, *comparison.notes),
         cards=[_card(result, comparison) for result in results], sections=sections(comparison), charts=drawings,
-        slices=slices, heat_maps=heat_maps(comparison), commands=[_command(result) for result in results],
-        most_seeds=max(len(result.runs) for result in results),
+        slices=slices, heat_maps=heat_maps(comparison), commands=commands, lead=lead,
+        lead_drawings=_drawn(lead.chart, lead.chart) if lead is not None else (),
+        most_seeds=max(len(result.runs) for result in results), seeds="seeds" if lead is None else lead.repeated,
     )  # fmt: skip
+
+
+def _drawn(wide: Chart, narrow: Chart) -> tuple[str, str]:
+    return draw(wide, WIDE), draw(narrow, NARROW)
+
+
+def _title(kind: str, slices: Sequence[Slice]) -> str:
+    shown = len(largest(slices))
+    some = f": {shown} of {len(slices)} {kind}s, those with most jobs" if shown < len(slices) else ""
+    return f"Completion time by {kind}{some}"
 
 
 def _card(result: Result, comparison: Comparison) -> CardText:

@@ -93,10 +93,10 @@ class PairedSpeedUp(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Jobs of one kind: its name, and their number and mean JCT in hours in each result."""
+    """Jobs of one kind: its name, and their number, a mean over the runs, and mean JCT in hours in each result."""
 
     name: str
-    jobs: tuple[int, ...]
+    jobs: tuple[float, ...]
     cells: tuple[Cell, ...]
 
 
@@ -114,7 +114,6 @@ class Comparison:
     by_model: tuple[Slice, ...]
     by_class: tuple[Slice, ...]
     by_user: tuple[Slice, ...]
-    """The users with the most jobs."""
     by_size: tuple[Slice, ...]
     """By number of GPUs and length, in classes."""
     notes: tuple[str, ...]

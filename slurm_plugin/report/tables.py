@@ -53,7 +53,7 @@ class RowText(NamedTuple):
     name: str
     cells: tuple[CellText, ...]
     note: str = ""
-    jobs: int = 0
+    jobs: float = 0
 
 
 class SliceTable(NamedTuple):

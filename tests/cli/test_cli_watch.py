@@ -426,5 +426,5 @@ def test_the_page_is_that_of_a_what_if_of_the_runs_watched(slurm, tmp_path):
     text = page.read_text()
     assert "What if: 20 jobs" in text
     assert "Watched for 0.0 hours" in text
-    assert "cadenza, 50 % can move" in text
+    assert "50 % can move" in text
     assert f"cadenza watch --state={state}" in text

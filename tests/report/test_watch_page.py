@@ -54,6 +54,6 @@ def test_the_page_is_whole_and_says_what_was_watched(browser, page, width, schem
     assert "jobs waited for 5.0 hours in all" in notes
     assert "may hide jobs of other users" in notes
     maps = browser.evaluate("[...document.querySelectorAll('table.heat')].map(map => map.dataset.result)")
-    assert maps == ["as it was", "cadenza, 0 % can move", "cadenza, 50 % can move"]
+    assert maps == ["10 % can move", "25 % can move", "50 % can move", "100 % can move"]
     names = browser.evaluate("[...document.querySelectorAll('#by-user-table tbody th')].map(th => th.textContent)")
     assert sorted(names) == ["u0", "u1", "u2", "wide"]

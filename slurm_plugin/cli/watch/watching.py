@@ -23,7 +23,7 @@ from cadenza.slurm_plugin.cli.watch.watch_view import Look, WatchView, partition
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
 from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
-from cadenza.slurm_plugin.cli.whatif.whatif_output import page
+from cadenza.slurm_plugin.cli.whatif.whatif_output import judged, page
 from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import json_of, slurm_config
 
@@ -116,7 +116,7 @@ class Watch:
             features=hosts.features,
         )
         try:
-            file.write_text(page(found), encoding="utf-8")
+            file.write_text(page(found, *judged(found)), encoding="utf-8")
         except OSError as error:
             raise InputError(f"--html: {str(file)!r} cannot be written: {error.strerror}") from None
 

@@ -23,21 +23,25 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 @click.option(
     "--lanes", metavar="N", default="1", help="Lanes per node: jobs that can take turns on a GPU (default: 1)."
 )
-@click.option("--opted-in", metavar="PART", help="Part of the jobs that opt in, drawn (default: all).")
-@click.option("--movable", metavar="PART,…", default="0,0.5",
-              help="Part of those that keep checkpoints and can move; a run for each (default: 0,0.5).")  # fmt: skip
+@click.option("--movable", metavar="PART,…",
+              help="Parts of the jobs that keep checkpoints (default: 0.1,0.25,0.5,1; large: 0.1,0.5).")  # fmt: skip
+@click.option("--users", metavar="PART,…",
+              help="Parts of the users who opt in with all their jobs (default: 0.1,0.5; large: none).")  # fmt: skip
+@click.option("--draws", metavar="N", help="Draws of these, for an interval (default: 3; above 5,000 jobs, large: 1).")
 @click.option("--sample", metavar="PART", help="A stretch of time with this part of the jobs, such as 0.2.")
 @click.option("--more", metavar="lane,memory",
               help="Run again with one more lane, and with twice the memory, to show what they bring.")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Page to write (default: whatif.html).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
+              help="Page to write (default: whatif.html), or its figures (FILE.csv); can be given twice.")  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @json_option
-def command(*, output: Path | None, as_json: bool, **words: Any) -> None:
+def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
     """Show what this cluster's jobs would have waited under Cadenza.
 
-    Three answers stand next to each other on one HTML page: the jobs as they ran, the same jobs in a simulation of
-    Slurm's own scheduler, and in one of Cadenza as it ships. The difference of the first two is the simulation's
-    error, and it is printed. Jobs that the accounting cannot tell are left out and counted, by reason. Nothing has to
+    The verdict comes first: what is gained, from which part of the jobs and users on, what it costs, and who loses.
+    Behind it are the jobs as they ran, the same jobs in a simulation of Slurm's own scheduler, and in one of Cadenza as
+    it ships. The difference of the first two is the simulation's error; where it is too large there is no verdict.
+    Jobs that the accounting cannot tell are left out and counted, by reason. Nothing has to
     be installed on the cluster: two files are enough, and with those of --site the simulated Slurm has the cluster's
     weights, shares, QOS and limits. What is not known is said.
 
@@ -48,31 +52,37 @@ def command(*, output: Path | None, as_json: bool, **words: Any) -> None:
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
     from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_text, page  # noqa: PLC0415
     from cadenza.slurm_plugin.report.draw import EnvironmentLacks, require  # noqa: PLC0415
 
     # 1. Without matplotlib there is no page, and the table says as much as it can.
-    lacks = ""
+    lacks, places = "", output or (Path("whatif.html"),)
     try:
         require()
     except EnvironmentLacks as error:
-        if output is not None:
+        if any(place.suffix != ".csv" for place in output):
             raise
         lacks = str(error)
-    place = output or Path("whatif.html")
-    if not place.parent.is_dir() or place.is_dir():
-        raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
-    # 2. The runs, and the page.
+    for place in places:
+        if not place.parent.is_dir() or place.is_dir():
+            raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
+    # 2. The runs, the verdict, and the files.
     found = run_whatif(words)
-    try:
-        if not lacks:
-            place.write_text(page(found), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--output: {str(place)!r} cannot be written: {error.strerror}") from None
+    comparison, judgment = judged(found)
+    written = []
+    for place in places:
+        if place.suffix != ".csv" and lacks:
+            continue
+        text = as_csv(comparison, judgment) if place.suffix == ".csv" else page(found, comparison, judgment)
+        try:
+            place.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--output: {str(place)!r} cannot be written: {error.strerror}") from None
+        written.append(str(place))
     # 3. The same in short.
     if as_json:
-        emit("cadenza.whatif/1", plain(found, "" if lacks else str(place)))
+        emit("cadenza.whatif/1", plain(found, comparison, judgment, next(iter(written), "")))
         return
-    console().print(as_text(found))
-    say(f"no page: {lacks}" if lacks else f"written: {place}")
+    console().print(as_text(found, comparison, judgment))
+    say(f"written: {', '.join(written)}" if written else f"no page: {lacks}")

@@ -21,7 +21,7 @@ from cadenza.slurm_plugin.gateway.eligibility import met, parse
 NO_GPUS = "without GPUs"
 SHORTEST_S = 1.0
 """Shorter runs are no work."""
-MOVABLE_SEED, SAMPLE_SEED = 1, 1
+SAMPLE_SEED = 1
 DAY_S = 86_400.0
 REQUEUED_S = DAY_S
 """Longest time between the end of a run and the next submission of the same job; Slurm's own is two minutes."""
@@ -102,10 +102,20 @@ class History:
         )
         return replace(self.consecutive(first, count), drawn=drawn)
 
-    def trace(self, movable: float) -> tuple[TraceJob, ...]:
-        """Return the jobs for a simulation; a fraction of them, drawn at random, keeps checkpoints and can move."""
-        chance = Random(MOVABLE_SEED)  # noqa: S311 (repeatable draws)
-        drawn = set(chance.sample(range(len(self.jobs)), round(movable * len(self.jobs))))
+    def trace(self, part: float, draw: int = 1, *, by_user: bool = False) -> tuple[TraceJob, ...]:
+        """Return the jobs for a simulation; a part of them, drawn at random, keeps checkpoints and can move.
+
+        ``by_user``: instead a part of the users opts in, all of whose jobs do; the others' jobs are Slurm's alone.
+        """
+        chance = Random(draw)  # noqa: S311 (repeatable draws)
+        if by_user:
+            users = sorted({job.user for job in self.jobs})
+            chosen = set(chance.sample(users, round(part * len(users))))
+            return tuple(
+                replace(_trace_job(job), managed=job.user in chosen, checkpoints=job.user in chosen)
+                for job in self.jobs
+            )
+        drawn = set(chance.sample(range(len(self.jobs)), round(part * len(self.jobs))))
         return tuple(replace(_trace_job(job), checkpoints=at in drawn) for at, job in enumerate(self.jobs))
 
     def load_trace(self) -> tuple[TraceJob, ...]:

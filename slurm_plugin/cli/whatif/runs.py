@@ -1,8 +1,8 @@
-"""Runs of a what-if: the past as it was, Slurm alone, and Cadenza as it ships."""
+"""Runs of a what-if: the past as it was, Slurm alone, and Cadenza as it ships for each part of movable jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,24 +28,43 @@ from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, json_of
 from cadenza.slurm_plugin.report.loader import load
-from cadenza.slurm_plugin.report.page_model import Loaded
+from cadenza.slurm_plugin.report.page_model import Loaded, Run
 from cadenza.slurm_plugin.report.units import NARROW, about
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
-HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample", "opted_in")
+HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample", "movable", "users", "draws")
 ASKED = (
     (answer_of, ("scontrol", "show", "config")), (json_of, ("scontrol", "show", "partition")),
     (json_of, ("sacctmgr", "show", "assoc")), (json_of, ("sacctmgr", "show", "qos")),
 )  # fmt: skip
 """Commands that tell a cluster's rules."""
-MAX_RUNS = 5
+MAX_PARTS, MAX_DRAWS = 8, 20
 LANE, MEMORY = MORE = ("lane", "memory")
 MIN_SAMPLE = 0.001
 LARGE_JOBS = 5_000
-"""Number of jobs above which a run says how long it will take."""
-NOT_IN_ACCOUNTING = ("idle_waiting_gpus", "cpu_utilization", "decision_ms", "decisions", "rounds", "wall_s", "gpu_busy")
-"""Figures of a simulation that the accounting of a cluster does not have."""
+"""Number of jobs above which a run says how long it will take, and fewer parts and draws are simulated unasked."""
+MOVABLE, USERS, DRAWS = (0.1, 0.25, 0.5, 1.0), (0.1, 0.5), 3
+LARGE_MOVABLE = (0.1, 0.5)
+MAIN = 0.5
+"""The part that is spoken of first, and drawn several times; without it the last part of the jobs."""
+SHOWN = (
+    "jobs", "unfinished", "avg_jct_h", "p50_jct_h", "p99_jct_h", "mean_bounded_slowdown", "wait_1_gpu_h",
+    "wait_2_to_7_gpus_h", "wait_8_gpus_h", "wait_more_gpus_h", "gpu_utilization", "cpu_utilization",
+    "idle_waiting_gpus", "restarts",
+)  # fmt: skip
+"""Figures of a run that say something to who decides."""
+NOT_IN_ACCOUNTING = ("idle_waiting_gpus", "cpu_utilization", "restarts")
+"""Those that the accounting of a cluster does not have."""
+
+
+class Point(NamedTuple):
+    """Cadenza with one part of the jobs that keep checkpoints, or of the users all of whose jobs do: a run a draw."""
+
+    users: bool
+    part: float
+    label: str
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,9 @@ class WhatIf:
     history: History
     nodes: tuple[Node, ...]
     results: tuple[Loaded, ...]
-    summaries: tuple[Summary, ...]
+    """As many runs each as there are draws; those that nothing is drawn for are all the same."""
+    points: tuple[Point, ...]
+    """Parts of jobs and then of users, each in the order asked for."""
     unshareable: Unshareable | None
     last: str
     """Label of the run with the last part of movable jobs."""
@@ -68,20 +89,22 @@ class WhatIf:
     site_notes: tuple[str, ...] = ()
     """Sentences on rules of the site that are not known, or not simulated."""
 
-    def starts(self, label: str) -> dict[int, float | None]:
-        """Return the first start of each job in one of the results, seconds."""
-        jobs = next(file for file in self.results if file.label == label).runs[0].jobs
-        return {job.id: job.start_s for job in jobs}
+    @property
+    def past(self) -> Run:
+        """Return the past as it was."""
+        return self.results[0].runs[0]
 
 
 @dataclass(frozen=True)
 class Plan:
     """The runs of a what-if."""
 
-    movable: tuple[float, ...] = (0.0, 0.5)
-    """Fractions of the jobs that opted in which can move; a run for each."""
-    opted_in: float = 1.0
-    """Fraction of the jobs that opt in."""
+    movable: tuple[float, ...] | None = None
+    """Parts of the jobs that keep checkpoints; None: by the number of jobs, as for the next two."""
+    users: tuple[float, ...] | None = None
+    """Parts of the users who opt in, with checkpoints of all their jobs; the others' jobs are Slurm's alone."""
+    draws: int | None = None
+    """Draws of the main part, a run each."""
     site: SiteFacts = field(default_factory=SiteFacts)
     lanes: int = 1
     more: tuple[str, ...] = ()
@@ -91,34 +114,54 @@ class Plan:
     arguments: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
-    def label(self, part: float) -> str:
-        """Return the name of the run in which a part of those that opted in can move."""
-        if self.opted_in < 1.0:
-            return f"cadenza, {100 * self.opted_in:.0f} % opted in, {100 * part:.0f} % of them can move"
-        return f"cadenza, {100 * part:.0f} % can move"
+    def parts(self, jobs: int) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+        """Return the parts of the jobs and of the users, and the draws, for this number of jobs."""
+        large = jobs > LARGE_JOBS
+        movable = self.movable or (LARGE_MOVABLE if large else MOVABLE)
+        users = (() if large or self.movable else USERS) if self.users is None else self.users
+        return movable, users, self.draws or (1 if large else DRAWS)
 
 
 class Variant(NamedTuple):
-    """One simulation: its label, the part of the jobs that can move, the nodes, and options of ``cadenza simulate``."""
+    """One simulation: its label, the part of the jobs or users, the nodes, its options, and the number of its draw."""
 
     label: str
-    movable: float
+    part: float
     nodes: tuple[Node, ...]
     options: Mapping[str, str]
+    users: bool = False
+    draw: int = 1
+
+    def task(self, jobs: History, plan: Plan) -> Task:
+        """Return the simulation of these jobs."""
+        options = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet, **self.options, "label": self.label}
+        trace = jobs.trace(self.part, self.draw, by_user=self.users)
+        site = Site(trace, self.nodes, jobs.load_trace(), plan.site.queue, plan.site.backfill)
+        return Task(options, plan.arguments, site)
+
+
+def main_part(movable: Sequence[float]) -> float:
+    """Return the part of the jobs that is drawn several times."""
+    return MAIN if MAIN in movable else movable[-1]
+
+
+def label_of(part: float, *, users: bool = False) -> str:
+    """Return the name of the runs with a part of the jobs, or of the users."""
+    return f"{100 * part:.3g} % {'of the users' if users else 'can move'}"
 
 
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     """Read the accounting and the nodes, and run the simulations; raise InputError, or an error of the gateway."""
     lanes = integer(words["lanes"], "--lanes", 1, MAX_LANES)
-    opted_in = number(words["opted_in"], "--opted-in", 0, 1) if words["opted_in"] is not None else 1.0
     sample = number(words["sample"], "--sample", MIN_SAMPLE, 1) if words["sample"] is not None else None
-    movable, more = _parts(words["movable"]), _one_more(words["more"], lanes)
+    more = _one_more(words["more"], lanes)
+    draws = None if words["draws"] is None else integer(words["draws"], "--draws", 1, MAX_DRAWS)
     accounting, source = _accounting(words)
     records = read_job_records(accounting, source)
     hosts, site = _nodes(words, frozenset().union(*{run.nodes for run in records.runs if run.gpus})), _site(words)
     plan = Plan(
-        movable, opted_in, replace(site, notes=(*hosts.notes, *site.notes)), lanes, more, words["partition"],
-        quiet=words["quiet"],
+        _parts(words["movable"], "--movable"), _parts(words["users"], "--users"), draws,
+        replace(site, notes=(*hosts.notes, *site.notes)), lanes, more, words["partition"], quiet=words["quiet"],
         arguments=(
             *(f"--{name.replace('_', '-')}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
             *(f"--site={file}" for file in words["site"]),
@@ -135,7 +178,7 @@ def run_plan(
 
     ``source``: name of the records in messages; ``sample``: part of the jobs; ``features``: of the nodes.
     """
-    movable, lanes, arguments, site = plan.movable, plan.lanes, plan.arguments, plan.site
+    site = plan.site
     # 1. The past as it was.
     if not nodes:
         raise InputError(f"no host is left to simulate: {' '.join(site.notes)}")
@@ -149,46 +192,73 @@ def run_plan(
         hint = "; the accounting has no gres/gpu: is it in Slurm's AccountingStorageTRES?" if without else ""
         raise InputError(f"{source}: no job is left to simulate" + (f": {counts}{first}{hint}" if counts else ""))
     past = as_it_was(history, nodes)
-    summaries = [summarize(past)]
-    known = {key: value for key, value in asdict(summaries[0]).items() if key not in NOT_IN_ACCOUNTING}
-    it_was = Saved(AS_IT_WAS, arguments, past.gpus, past.cpus, (save_run(past, None, known),))
-    files = [load(encode(it_was), source)]
-    # 2. Slurm alone, and Cadenza with each part of movable jobs.
-    variants = [
-        Variant(SLURM, 0.0, nodes, {"share": "none"}),
-        *(Variant(plan.label(part), part, nodes, {"lanes": str(lanes)}) for part in movable),
-        *(_more(name, plan, nodes) for name in plan.more),
-    ]
-
-    def tasks(jobs: History) -> list[Task]:
-        options, load = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet}, jobs.load_trace()
-        if plan.opted_in < 1.0:
-            options["opted_in"] = str(plan.opted_in)
-        return [
-            Task(
-                {**options, **one.options, "label": one.label},
-                arguments,
-                Site(jobs.trace(one.movable), one.nodes, load, site.queue, site.backfill),
-            )
-            for one in variants
-        ]
-
+    known = {key: value for key, value in asdict(summarize(past)).items() if key not in NOT_IN_ACCOUNTING}
+    it_was = load(
+        encode(Saved(AS_IT_WAS, plan.arguments, past.gpus, past.cpus, (save_run(past, None, known),))), source
+    )
+    # 2. Slurm alone, and Cadenza with each part of movable jobs, and of users who opt in.
+    variants = variants_of(plan, history, nodes)
     if len(history.jobs) > LARGE_JOBS:
         low_s, high_s, timed = estimate_s(
-            lambda count: tasks(history.consecutive((len(history.jobs) - count) // 2, count)), len(history.jobs)
+            lambda count: [
+                one.task(history.consecutive((len(history.jobs) - count) // 2, count), plan) for one in variants
+            ],
+            len(history.jobs),
         )
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
         say(line.replace(NARROW, " "), err=True)
-    unshareable, easy = None, summaries[0]
-    for variant, outcome in zip(variants, run_tasks(tasks(history), quiet=plan.quiet), strict=True):
-        files.append(replace(load(outcome.saved, source), label=variant.label))
-        summaries.append(outcome.summary)
-        unshareable, easy = unshareable or outcome.unshareable, outcome.easy or easy
-    results = tuple(replace(file, command=plan.command) for file in files)
+    outcomes = run_tasks([one.task(history, plan) for one in variants], quiet=plan.quiet)
+    # 3. The draws of one part are the runs of one result.
+    found: dict[str, list[Loaded]] = {AS_IT_WAS: [it_was]}
+    for variant, outcome in zip(variants, outcomes, strict=True):
+        found.setdefault(variant.label, []).append(load(outcome.saved, source))
+    movable, users, draws = plan.parts(len(history.jobs))
+    drawn = {label: _drawn([file.runs[0] for file in files], draws) for label, files in found.items()}
+    parts = [(False, part) for part in movable] + [(True, part) for part in users]
+    labels = [label_of(part, users=by_user) for by_user, part in parts]
+    points = tuple(
+        Point(*one, label, drawn[label][: len(found[label])]) for one, label in zip(parts, labels, strict=True)
+    )
+    apart = {point.label for point in points if point.users}
+    results = tuple(
+        replace(files[0], label=label, command=plan.command, runs=drawn[label])
+        for label, files in found.items()
+        if label not in apart
+    )
+    easy = next(outcome.easy for outcome in outcomes if outcome.easy is not None)
+    unshareable = next((outcome.unshareable for outcome in outcomes if outcome.unshareable is not None), None)
     return WhatIf(
-        history, nodes, results, tuple(summaries), unshareable, plan.label(movable[-1]), len(plan.more), easy,
+        history, nodes, results, points, unshareable, label_of(movable[-1]), len(plan.more), easy,
         plan.remarks, (*site.notes, *history.notes, *_unknown(records)),
     )  # fmt: skip
+
+
+def variants_of(plan: Plan, history: History, nodes: tuple[Node, ...]) -> list[Variant]:
+    """Return the simulations. Where all jobs can move there is nothing to draw."""
+    movable, users, draws = plan.parts(len(history.jobs))
+    lanes = {"lanes": str(plan.lanes)}
+    parts = [(False, part) for part in movable] + [(True, part) for part in users]
+    return [
+        Variant(SLURM, 0.0, nodes, {"share": "none"}),
+        *(
+            Variant(label_of(part, users=by_user), part, nodes, lanes, by_user, draw)
+            for by_user, part in parts
+            for draw in range(1, 1 + (draws if part == main_part(movable) < 1 and not by_user else 1))
+        ),
+        *(_more(name, plan, movable[-1], nodes) for name in plan.more),
+    ]
+
+
+def _drawn(runs: Sequence[Run], draws: int) -> tuple[Run, ...]:
+    """Return the runs of one result as those of the draws, with the figures that count; one without draws is in all."""
+    found = []
+    for draw, run in enumerate(runs if len(runs) == draws else [runs[0]] * draws, 1):
+        figures = dict(run.summary)
+        if "restarts" in figures:  # a job that moves is requeued, and starts again from its checkpoint
+            figures["restarts"] += figures.get("migrations", 0.0)
+        shown = {key: figures[key] for key in SHOWN if key in figures}
+        found.append(replace(run, summary=shown, seed=draw if draws > 1 else None))
+    return tuple(found)
 
 
 def _unknown(records: JobRecords) -> Iterator[str]:
@@ -199,11 +269,13 @@ def _unknown(records: JobRecords) -> Iterator[str]:
             yield f"The accounting does not name the jobs' {name}: all have the same."
 
 
-def _parts(text: str) -> tuple[float, ...]:
-    """Return the fractions of movable jobs, each once."""
-    parts = tuple(dict.fromkeys(number(part.strip(), "--movable", 0, 1) for part in text.split(",")))
-    if len(parts) > MAX_RUNS:
-        raise InputError(f"--movable: {len(parts)} parts are more than {MAX_RUNS}")
+def _parts(text: str | None, option: str) -> tuple[float, ...] | None:
+    """Return the fractions that an option names, each once; None without it."""
+    if text is None:
+        return None
+    parts = tuple(dict.fromkeys(number(part.strip(), option, 0, 1) for part in text.split(",")))
+    if len(parts) > MAX_PARTS:
+        raise InputError(f"{option}: {len(parts)} parts are more than {MAX_PARTS}")
     return parts
 
 
@@ -218,14 +290,14 @@ def _one_more(text: str | None, lanes: int) -> tuple[str, ...]:
     return names
 
 
-def _more(name: str, plan: Plan, nodes: tuple[Node, ...]) -> Variant:
+def _more(name: str, plan: Plan, part: float, nodes: tuple[Node, ...]) -> Variant:
     """Return the run on a cluster with one more lane, or with twice the memory."""
-    part, lanes = plan.movable[-1], plan.lanes
+    label, lanes = label_of(part), plan.lanes
     if name == LANE:
         lanes += 1
-        return Variant(f"{plan.label(part)}, {lanes} lanes", part, with_lanes(nodes, lanes), {"lanes": str(lanes)})
+        return Variant(f"{label}, {lanes} lanes", part, with_lanes(nodes, lanes), {"lanes": str(lanes)})
     larger = tuple(replace(node, memory_mb=2 * node.memory_mb) for node in nodes)
-    return Variant(f"{plan.label(part)}, twice the memory", part, larger, {"lanes": str(lanes)})
+    return Variant(f"{label}, twice the memory", part, larger, {"lanes": str(lanes)})
 
 
 def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:

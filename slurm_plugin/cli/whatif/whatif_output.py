@@ -124,7 +124,7 @@ def as_text(found: WhatIf, comparison: Comparison, judgment: Verdict) -> Rendera
             table.add_row(*_cells(row, values))
     return Group(
         Text(title(found), style="bold"),
-        *(Text(printable(line), style="bold" if not at else "") for at, line in enumerate(judgment.lines)),
+        *(Text(printable(line, 2000), style="bold" if not at else "") for at, line in enumerate(judgment.lines)),
         Text(), table, Text(), *(Text(printable(line, 2000), style="dim") for line in remarks(found)),
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ def as_csv(comparison: Comparison, judgment: Verdict) -> str:
     rows += [(f"completion time by {kind}", item.name, "h", item.cells) for kind in kinds for item in kinds[kind]]
     for table, name, unit, cells in rows:
         found = [cell.estimate for cell in cells]
-        figures = [(one.mean, "" if one.half is None else one.half) if one else ("", "") for one in found]
+        figures = [(one.mean, one.half or "") if one else ("", "") for one in found]
         writer.writerow((table, _inert(name), unit, *(value for pair in figures for value in pair)))
     return out.getvalue()
 

@@ -1,0 +1,127 @@
+"""The verdict of a what-if: what it says, what it rests on, and when there is none."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cadenza.slurm_plugin.cli.main import main
+
+HEAD = "JobIDRaw|User|Account|QOS|Partition|Submit|Start|End|Eligible|TimelimitRaw|Suspended|AllocTRES|ReqTRES"
+HOUR = 3600
+
+
+def row(job: int, times: tuple[int, int, int], gpus: int = 1, user: str = "ada", account: str = "a") -> str:
+    submit, start, end = (1_000_000 + at for at in times)
+    tres = f"cpu=1,gres/gpu={gpus},mem={gpus}G"
+    qos = "high" if job % 3 == 0 else "normal"
+    return f"{job}|{user}|{account}|{qos}|gpu|{submit}|{start}|{end}|{submit}|600|00:00:00|{tres}|{tres}"
+
+
+def rows(jobs: int = 104, late_s: int = 0) -> list[str]:
+    """Long wide jobs, and short ones behind them that waited for their ends, as in Slurm, or for longer."""
+    found = [row(n, (n, 10_000 * (n - 1), 10_000 * n), 4, "wide", "b") for n in range(1, 5)]
+    for n in range(jobs - len(found)):
+        start = 40_000 + 60 * (n // 4) + late_s
+        found.append(
+            row(5 + n, (100 + n, start, start + 60), user="=cmd()" if n == 0 else f"u{n % 20}", account="ac"[n % 2])
+        )
+    return found
+
+
+def whatif(folder: Path, lines: list[str], *words: str) -> Result:
+    (folder / "jobs.txt").write_text("\n".join((HEAD, *lines)) + "\n")
+    given = ["whatif", "--quiet", "--sacct", str(folder / "jobs.txt"), "--nodes", "1x4:16:64", *words]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    folder = tmp_path_factory.mktemp("verdict")
+    words = ("-o", str(folder / "page.html"), "-o", str(folder / "figures.csv"), "--json")
+    return folder, json.loads(whatif(folder, rows(), *words).stdout)
+
+
+def test_the_verdict_says_gain_price_break_even_who_and_what_it_rests_on(found):
+    verdict = found[1]["verdict"]
+    gain, parts, price, who, base = verdict["text"]
+    assert not verdict["refused"]
+    assert re.match(
+        r"With half of the jobs keeping checkpoints: mean wait \d+\.\d h → [\d.]+ (h|min), completion time .\d", gain
+    )
+    assert re.search(r"worth it at (10|25|50) %|not worth it below", gain)
+    assert "tried: 10, 25, 50, 100" in parts
+    assert "of the users who opt in with all jobs (tried: 10, 50)" in parts
+    assert "95 % interval over the draws" in parts
+    assert re.match(
+        r"Today [\d,]+ GPU hours .* are idle beside waiting jobs that would fit; then .* moves cost ", price
+    )
+    assert re.match(r"Completion time by accounts: [ac] .* to [ac] .*; QOS: ", who)
+    assert re.match(r"The simulated Slurm has jobs wait \d+\.\d h on average, they really waited \d+\.\d h", base)
+    assert abs(verdict["error"]) < 0.02
+    halves = {(one["users"], one["part"]): one["half"] for one in verdict["parts"]}
+    assert halves.pop((False, 0.5)) > 0
+    assert set(halves.values()) == {None}, "only the main part is drawn several times"
+
+
+def test_the_page_has_the_verdict_first_and_draws_nothing_that_is_not_known(found):
+    text = (found[0] / "page.html").read_text()
+    assert text.index('id="verdict"') < text.index('id="summary"')
+    assert "Completion time by account" in text
+    assert "Completion time by QOS" in text
+    assert "Completion time by user: 12 of 22 users, those with most jobs" in text
+    cpus = text[text.index('id="chart-cpus"') :].partition("</figure>")[0]
+    assert "100 % can move" in cpus
+    assert "as it was" not in cpus
+    assert "Decision" not in text
+    assert text.count("cadenza whatif --sacct=") == 1, "one command made all results"
+    assert '<body class="unsure">' not in text
+
+
+def test_the_figures_are_a_table_with_one_unit_a_row_and_no_formulas(found):
+    lines = list(csv.reader((found[0] / "figures.csv").open()))
+    assert lines[0][:5] == ["table", "row", "unit", "slurm", "slurm +-"]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    waits = next(line for line in lines if line[1] == "wait_1_gpu_h")
+    assert waits[2] == "h"
+    assert float(waits[3]) > 1
+    assert ["completion time by user", "'=cmd()"] in [line[:2] for line in lines]
+
+
+def test_at_80_columns_no_figure_is_cut_and_the_verdict_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("cadenza.slurm_plugin.cli.common.PIPE_WIDTH", 80)
+    text = whatif(tmp_path, rows(), "--draws", "1", "-o", str(tmp_path / "f.csv")).output
+    assert "…" not in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert re.search(r"was +slurm +easy +10 % +25 % +50 % +100 %\n", text)
+    assert "One draw of the jobs that keep checkpoints" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (rows(40), "Not usable yet: 40 jobs that ended are too few for a verdict, 100 are needed."),
+        (rows(104, 60 * HOUR), r"No verdict: the simulated Slurm has jobs wait \d\d\.\d h .*, they really waited 6"),
+    ],
+)  # fmt: skip
+def test_without_a_basis_there_is_no_verdict_and_the_cause_is_named(tmp_path, lines, why):
+    words = ("--movable", "1", "-o", str(tmp_path / "page.html"), "--json")
+    verdict = json.loads(whatif(tmp_path, lines, *words).stdout)["verdict"]
+    assert verdict["refused"]
+    assert re.match(why, verdict["text"][0]), verdict["text"]
+    idle = re.search(r"more than 30 % apart\. In \d\d % of their waiting as many GPUs were idle", verdict["text"][0])
+    assert bool(idle) == (len(lines) > 100)
+    assert '<body class="unsure">' in (tmp_path / "page.html").read_text()
+
+
+def test_where_nobody_waits_there_is_nothing_to_gain(tmp_path):
+    lines = [row(n, (400 * n, 400 * n, 400 * n + 300)) for n in range(1, 121)]
+    text = whatif(tmp_path, lines, "--movable", "0.5", "--draws", "1", "-o", str(tmp_path / "f.csv")).output
+    assert "Nothing to gain: jobs wait for" in text
