@@ -32,7 +32,7 @@ from published_data import needed
 from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS
 
 CADENZA = Path(sys.executable).with_name("cadenza")
-LIMIT_S = 600.0
+LIMIT_S = 120.0
 FIRST_DAY, DAYS = 14, 28
 EPOCH_S = 1_504_483_200
 """Day 0 of the trace: 2017-09-04 00:00 UTC."""

@@ -427,4 +427,6 @@ def test_the_page_is_that_of_a_what_if_of_the_runs_watched(slurm, tmp_path):
     assert "What if: 20 jobs" in text
     assert "Watched for 0.0 hours" in text
     assert "50 % can move" in text
+    assert "Not usable yet: a verdict needs 100 jobs that ended, and there are 20." in text
+    assert '<body class="unsure">' in text
     assert f"cadenza watch --state={state}" in text

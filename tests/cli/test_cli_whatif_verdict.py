@@ -107,7 +107,7 @@ def test_at_80_columns_no_figure_is_cut_and_the_verdict_is_there(tmp_path, monke
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        (rows(40), "Not usable yet: 40 jobs that ended are too few for a verdict, 100 are needed."),
+        (rows(40), "Not usable yet: a verdict needs 100 jobs that ended, and there are 40."),
         (rows(104, 60 * HOUR), r"No verdict: the simulated Slurm has jobs wait \d\d\.\d h .*, they really waited 6"),
     ],
 )  # fmt: skip

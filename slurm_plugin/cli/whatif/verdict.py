@@ -94,7 +94,7 @@ def verdict(found: WhatIf, comparison: Comparison) -> Verdict:
     idle = f"Today {_gpu_hours(_idle_h(base), base)} are idle beside waiting jobs that would fit"
     if refused:
         lines = (
-            f"Not usable yet: {len(by_id):,} jobs that ended are too few for a verdict, {LEAST_JOBS} are needed."
+            f"Not usable yet: a verdict needs {LEAST_JOBS} jobs that ended, and there are {len(by_id)}."
             if few
             else f"No verdict: {baseline}",
             *([baseline] if few else []),
