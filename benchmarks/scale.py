@@ -366,7 +366,7 @@ class Site:
             task.since_s, len(task.gpus_on[host]), task.gpus, len(task.gpus_on), ready=task.managed, step=task.step,
             iteration_s=1.0, checkpoints=task.movable, saved=task.saved, shown="frozen" if task.state == "SUSPENDED" else "running", lost_s=60.0,
             receipt=Receipt(task.restart + 1, task.step, ("/shared/ck",)) if task.saved else None,
-            telemetry=JobTelemetry(window_s=30.0, gpu_percent=80 + task.step % 17 + task.step / 1e9, cpu_percent=640.1,
+            telemetry=JobTelemetry(window_s=30.0, memory_kind="gpu", gpu_percent=80 + task.step % 17 + task.step / 1e9, cpu_percent=640.1,
                                    rss_mb=31000.7 + task.step, gpu_memory_mb=38000.0, data_wait=0.01234567,
                                    iteration_p99_s=1.234, read_mb_s=12.3 + task.step % 13),
         )  # fmt: skip

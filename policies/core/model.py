@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -385,6 +386,18 @@ class Job:
     def slurm_state(self, now_s: float) -> SlurmState:
         """Return how the job stands with Slurm."""
         return SlurmState(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
+
+
+_FIELDS = tuple(one.name for one in fields(Job))
+_VALUES, _PLACES = attrgetter(*_FIELDS), {name: at for at, name in enumerate(_FIELDS)}
+
+
+def changed(job: Job, **values: object) -> Job:
+    """Return a job with other values, as ``dataclasses.replace`` does in three times the time."""
+    found = list(_VALUES(job))
+    for name, value in values.items():
+        found[_PLACES[name]] = value
+    return Job(*found)
 
 
 LACKS_RESOURCES = frozenset({"Resources", "Priority"})

@@ -23,7 +23,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory, Sentences
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules, changed
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.arrivals import marked_unrestored
 from cadenza.policies.relocation.leaving_together import leaving_together
@@ -232,7 +232,7 @@ def _marked(job: Job, relocating: Relocating | None) -> Job:
         lease = replace(lease, checkpoints=False)
     if lease is job.lease and relocating is None:
         return job
-    return replace(job, lease=lease, relocating=relocating)
+    return changed(job, lease=lease, relocating=relocating)
 
 
 def _saves_here(lease: Lease) -> bool:

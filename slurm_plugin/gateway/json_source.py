@@ -50,13 +50,10 @@ class Record:
     """A job or node of Slurm's JSON, its fields as attributes; a job has the verbs too."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
+        self.__dict__ = fields
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.fields[name]
-        except KeyError:
-            raise AttributeError(name) from None
+    def __getattr__(self, name: str) -> Any:  # only for what is not there
+        raise AttributeError(name)
 
     @property
     def task(self) -> str:
@@ -134,7 +131,7 @@ class SlurmCommands:
                 self._sharing |= {key: SHARING.get(told.get(str(key[0]), "").lower(), "OK") for key in missing}
         for key, job in keys.items():
             if (word := self._sharing.get(key)) is not None:
-                job.fields = {**job.fields, "resource_sharing": word}
+                job.__dict__ = {**vars(job), "resource_sharing": word}
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
@@ -143,7 +140,7 @@ class SlurmCommands:
     def reservations(self) -> list[dict[str, Any]]:
         """Return all reservations."""
         found = self._records(read_reservations, "scontrol", "--all", "show", "reservations")
-        return [one.fields for one in found]
+        return [vars(one) for one in found]
 
     def started_s(self) -> float:
         """Return when slurmctld started."""
@@ -154,12 +151,13 @@ class SlurmCommands:
 
     def job_fields(self, job: Any) -> dict[str, Any]:
         """Return a job; the same object as long as it does not change."""
-        fields: dict[str, Any] = job.fields
+        fields: dict[str, Any] = vars(job)
         return fields
 
     def node_fields(self, node: Any) -> dict[str, Any]:
         """Return a node."""
-        return dict(node.fields)
+        fields: dict[str, Any] = vars(node)
+        return fields
 
     def job(self, number: int) -> Any:
         """Return one job."""

@@ -11,7 +11,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SiteRules, SlurmState
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SiteRules, SlurmState, changed
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
@@ -107,7 +107,7 @@ def _as_before(before: Raw, one: Job, record: Raw, now_s: float, site: Site) -> 
         return None
     if (one.options is not None or (one.state == "PENDING" and one.gpus)) and site.barred(record) != one.barred:
         return None
-    return replace(one, run_s=run_s(record, now_s)) if one.state == "RUNNING" else one
+    return changed(one, run_s=run_s(record, now_s)) if one.state == "RUNNING" else one
 
 
 def _site_rules(raw: Raw) -> SiteRules:

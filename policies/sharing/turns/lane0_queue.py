@@ -30,8 +30,12 @@ class Lane0Queue:
         nodes = [node for node in snapshot.nodes if node.lane == 0]
         free = _free_of_unmanaged(snapshot.jobs, nodes, settings) if waiting else {}
         counted: defaultdict[str, list[Job]] = defaultdict(list)
+        fits: dict[tuple[str, int, int], bool] = {}
         for job in waiting:
-            if _fits(job, nodes, free):
+            alike = job.partition, job.gpus, job.num_nodes
+            if alike not in fits:
+                fits[alike] = _fits(job, nodes, free)
+            if fits[alike]:
                 counted[job.partition].append(job)
         self._first: dict[str, tuple[float, JobKey]] = {}
         """Age of the first job of a partition that counts against the jobs of all users."""

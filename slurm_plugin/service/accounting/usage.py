@@ -258,11 +258,12 @@ def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
 
 def narrowest_waiting(snapshot: ClusterSnapshot, memory: Memory) -> dict[Wanted, int]:
     """Return the smallest number of GPUs that a waiting job needs, for each of its partitions by itself."""
-    return narrowest_jobs(
-        (Wanted(job.partition, job.gpu_type, job.barred), job.gpus)
+    kinds = {
+        (job.partition, job.gpu_type, job.barred, job.gpus)
         for job in snapshot.jobs
         if waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-    )
+    }
+    return narrowest_jobs((Wanted(partition, kind, barred), gpus) for partition, kind, barred, gpus in kinds)
 
 
 # --- Starts ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share, changed
 from cadenza.policies.supervision import each
 from cadenza.sidecar.orders import LeaseReport
 from cadenza.slurm_plugin.service.observe.progress import progress
@@ -52,7 +52,7 @@ def with_profiles(
         if job.options is None or not job.gpus:
             return job
         placement = placement_of(job, by_name, tunes.get(job.key, ()))
-        placed = replace(job, placement=placement) if placement != job.placement else job
+        placed = changed(job, placement=placement) if placement != job.placement else job
         names = job.nodes or job.required_nodes
         given = {by_name[name].gpu_type for name in names if name in by_name}
         choice = library.choose(job, given if names else types_in.get(job.partition, ()), every_type)
@@ -61,7 +61,7 @@ def with_profiles(
             choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
         if choice.profile is None and not choice.note:
             return placed
-        return replace(placed, profile=choice.profile, profile_note=choice.note)
+        return changed(placed, profile=choice.profile, profile_note=choice.note)
 
     return replace(snapshot, nodes=nodes, jobs=each(snapshot.jobs, profiled))
 
@@ -74,7 +74,7 @@ def with_progress(snapshot: ClusterSnapshot, before: ClusterSnapshot | None) -> 
     def progressed(job: Job) -> Job:
         if job.options is None or not job.gpus:
             return job
-        return replace(job, progress=progress(job, earlier.get(job.key.id), snapshot.time_s, types))
+        return changed(job, progress=progress(job, earlier.get(job.key.id), snapshot.time_s, types))
 
     return replace(snapshot, jobs=each(snapshot.jobs, progressed))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import fmean
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from cadenza.policies.core.model import (
     Options,
     Receipt,
     StepRate,
+    changed,
 )
 from cadenza.policies.supervision import each
 from cadenza.sidecar.bounds import MAX_RECEIPT_PATHS
@@ -53,6 +55,9 @@ OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "order_done_s": max,
 }
 """One value of a job out of those of its hosts: sums, the worst of a rank's values, the mean use of GPUs."""
+
+
+_MEASURED = attrgetter(*JobUsage.__struct_fields__)
 
 
 def parts_by_job(snapshot: ClusterSnapshot, agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
@@ -117,7 +122,7 @@ def with_leases(
             return job
         lease = merge(parts[job.key], agents)
         if job.opted_in or lease.exclusive or further.isdisjoint(job.nodes):
-            return replace(job, lease=lease)
+            return changed(job, lease=lease)
         return replace(job, lease=lease, options=replace(job.options or Options(), share=True), unmanageable="")
 
     return replace(
@@ -226,6 +231,8 @@ def use(hosts: Sequence[JobTelemetry]) -> JobUsage | None:
     """Return a job's measurements over its hosts, each combined as ``OVER_HOSTS`` says; None without any."""
     if not hosts:
         return None
+    if len(hosts) == 1 and hosts[0].memory_kind == "gpu":
+        return JobUsage(*[None if one is None else round(one, 6) for one in _MEASURED(hosts[0])])
     usage: dict[str, float | None] = {}
     for field, combine in OVER_HOSTS.items():
         values = [value for host in hosts if (value := getattr(host, field)) is not None]
