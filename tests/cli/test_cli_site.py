@@ -548,6 +548,13 @@ def test_doctor_wants_the_service_of_each_controller_named(
     assert [one.level for one in found if one.about == "controllers"] == ([level] if level else [])
 
 
+def test_doctor_does_not_miss_rounds_of_a_service_in_standby(tmp_path: Path) -> None:
+    old = changed(healthy(tmp_path), now_s=healthy(tmp_path).now_s + 5000)
+    for standby, level in (("", "FAIL"), ("stands by: slurmctld of ctl2 is in control", "OK")):
+        found = examine(changed(old, standby=standby))
+        assert [one.level for one in found if one.about == "service"] == [level]
+
+
 @pytest.mark.parametrize(
     ("slice_s", "sharing_s", "agent_s", "about"),
     [(10, 20, 20, []), (10, 21, 20, ["sharing"]), (10, 20, 60, ["agent"]), (60, 121, 121, ["sharing", "agent"])],

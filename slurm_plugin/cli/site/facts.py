@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import socket
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 from cadenza.slurm_plugin.gateway.source_gateway import automatic, over_json, over_pyslurm
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, PUBLIC, REPLACED, SECRET
 from cadenza.slurm_plugin.service.errors import ServiceError
+from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
@@ -77,6 +79,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The largest state of a job in the store."""
     killed: bool = False
     """The kill switch is set."""
+    standby: str = ""
+    """Reason for which the service of another controller acts in place of this one's; empty if this one's acts."""
 
 
 def gather(config: Path | None) -> Facts:
@@ -107,6 +111,7 @@ def gather(config: Path | None) -> Facts:
         attempt("file limit", lambda: _file_limit(settings)),
         attempt("largest state", lambda: _largest_state(settings)),
         guard_settings(settings).killed,
+        Controllers(socket.gethostname()).standby_reason() if slurm is not None else "",
     )  # fmt: skip
 
 
