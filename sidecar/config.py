@@ -191,7 +191,8 @@ def _explain(error: str, kind: type, origin: Mapping[Key, Path], path: Path) -> 
     key = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
     file = origin.get(key, path)
     if allowed := _allowed(kind, names):
-        problem = f"{problem.replace('Invalid enum value', '').strip()} is none of {', '.join(allowed)}"
+        value, choices = problem.removeprefix("Invalid enum value "), ", ".join(allowed)
+        problem = f"expected one of {choices}" if value == problem else f"{value} is none of {choices}"
     return key, f"{file}{_line(file, key)}: {'.'.join(names) or 'top level'}: {problem[:1].lower()}{problem[1:]}"
 
 

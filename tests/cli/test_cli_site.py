@@ -151,7 +151,7 @@ def test_all_errors_of_the_files_are_named_at_once_with_the_values_that_are_allo
     path = tmp_path / "cadenza.toml"
     path.write_text(
         '[service]\nmode = "aply"\npoll_s = "x"\nstroe = 1\n[policy]\norder = "strf"\n[guard]\npartitions = ["a", 3]\n'
-        '[agent]\nsocket = "a\\nb"\n[nonsense]\n'
+        '[agent]\nsocket = "a\\nb"\ndriver_checkpoint = 3\n[nonsense]\n'
     )
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "10.toml").write_text("[sharing]\nslice_s = -1\n")
@@ -165,7 +165,8 @@ def test_all_errors_of_the_files_are_named_at_once_with_the_values_that_are_allo
         "cadenza.toml:6: policy.order: no ordering is called 'strf'; did you mean 'srtf'?",
         "cadenza.toml:8: guard.partitions: expected `str`, got `int`",
         "cadenza.toml:10: agent.socket: 'a b' is not one printable line",
-        f"cadenza.toml:11: unknown section [nonsense]; known here: {', '.join(sorted(SECTIONS))}",
+        "cadenza.toml:11: agent.driver_checkpoint: expected one of off, unattached, always",
+        f"cadenza.toml:12: unknown section [nonsense]; known here: {', '.join(sorted(SECTIONS))}",
         "conf.d/10.toml:2: sharing.slice_s: expected `float` > 0.0",
     ])  # fmt: skip
 

@@ -61,3 +61,18 @@ def test_six_configurations_are_searched_across_a_killed_controller(
     assert all(trial["why"] for trial in after["trials"][1:])
     assert {cluster.state(trial["job"]) for trial in after["trials"][1:] if trial["job"]} <= {"CANCELLED", "GONE"}
     assert seen(cluster, folder) >= 3
+
+
+def test_a_failed_configuration_is_shown_with_its_own_last_lines(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = f"/home/shared/{tmp_path_factory.getbasetemp().name}-failing"
+    words = (
+        f"mkdir -p {folder} && echo lr >{folder}/one.csv && echo 0.1 >>{folder}/one.csv && "
+        f"{CADENZA} sweep run {folder}/one.csv --dir {folder}/sweep --set poll-s=0.2 --set slurm-s=0.5 "
+        f"--set share=no -- --mem=100 --chdir={folder} '--wrap=echo lr {{lr}}; echo no data >&2; exit 7'"
+    )
+    done = cluster.exec("ctl", "sh", "-c", words, user="alice", check=False)
+    (trial,) = status(cluster, folder)["trials"]
+    said = f"(exit code 7; slurm-{trial['job']}.out: lr 0.1 | no data)"
+    assert f"configuration 0: failed, no value reported {said}" in done.stdout, done.stdout + done.stderr
