@@ -391,7 +391,7 @@ def test_fair_share_of_the_site_orders_the_simulated_queue(tmp_path):
         "PriorityType = priority/multifactor\nPriorityWeightFairShare = 1000\nPriorityCalcPeriod = 00:01:00\n"
     )
     words = {"sacct": str(file), "since": None, "nodes": "1x1:4:16", "partition": None, "lanes": "1", "quiet": True,
-             "users": None, "draws": None, "sample": None, "movable": "0", "more": None}  # fmt: skip
+             "users": None, "draws": None, "array": None, "sample": None, "movable": "0", "more": None}  # fmt: skip
 
     def order(*files: str) -> list[int]:
         slurm = next(file for file in run_whatif({**words, "site": files}).results if file.label == "slurm")

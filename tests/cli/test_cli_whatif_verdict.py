@@ -125,3 +125,32 @@ def test_where_nobody_waits_there_is_nothing_to_gain(tmp_path):
     lines = [row(n, (400 * n, 400 * n, 400 * n + 300)) for n in range(1, 121)]
     text = whatif(tmp_path, lines, "--movable", "0.5", "--draws", "1", "-o", str(tmp_path / "f.csv")).output
     assert "Nothing to gain: jobs wait for" in text
+
+
+def test_an_array_of_slurm_runs_the_simulations_and_missing_ones_again(tmp_path, monkeypatch):
+    # sbatch runs the tasks at once, and squeue knows no job of it any more.
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "squeue").write_text("#!/bin/sh\nexit 0\n")
+    (commands / "sbatch").write_text(
+        '#!/bin/sh\necho "$@" >> sbatch.txt\nfor script; do :; done\n'
+        "for task in $(echo \"$*\" | sed 's/.*--array=\\([0-9,]*\\).*/\\1/' | tr , ' '); do\n"
+        'SLURM_ARRAY_TASK_ID=$task sh "$script" || exit 1; done\necho 17\n'
+    )
+    for file in commands.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    folder = tmp_path / "array"
+    words = ("--movable", "0.5", "--draws", "1", "-o", str(tmp_path / "figures.csv"))
+    alone = whatif(tmp_path, rows(), *words).output
+    said = whatif(tmp_path, rows(), *words, "--array", str(folder)).output
+    assert said.startswith("0 of 2 simulations are over; job 17 runs 2; once it is over the same command")
+    (folder / "result-1.json.gz").unlink()
+    said = whatif(tmp_path, rows(), *words, "--array", str(folder)).output
+    assert "1 of 2 simulations are over; job 17 runs 1; " in said
+    assert "log-1.txt says why" in said
+    assert [line.split("--array=")[1].split()[0] for line in (folder / "sbatch.txt").open()] == ["0,1", "1"]
+    assert whatif(tmp_path, rows(), *words, "--array", str(folder)).output == alone
+    other = CliRunner().invoke(main, ["whatif", "--sacct", str(tmp_path / "jobs.txt"), "--nodes", "1x8:16:64",
+                                      "--array", str(folder)])  # fmt: skip
+    assert (other.exit_code, other.output.count("has another what-if")) == (2, 1)

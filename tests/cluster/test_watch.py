@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from cadenza.slurm_plugin.report.units import about
@@ -59,3 +60,10 @@ def test_a_what_if_of_the_clusters_own_accounting_is_near_what_was(cluster: Clus
     page = cluster.ctl("cat", "/tmp/whatif.html")
     assert f"has jobs wait {about(slurm_s)} on average" in page
     assert f"really waited {about(was_s)}" in page
+    # The same as an array of the cluster's own.
+    cluster.ctl("rm", "-rf", "/home/shared/whatif")
+    array = ("env", "SBATCH_PARTITION=plain", "SBATCH_MEM_PER_NODE=300", CADENZA, "whatif", *words, "--movable=0.5",
+             "--draws=1", "--json", "--array=/home/shared/whatif")  # fmt: skip
+    assert re.search("0 of 2 simulations are over; job [0-9]+ runs 2;", cluster.ctl(*array))
+    last = wait_for("the array's results", lambda: (text := cluster.ctl(*array)).startswith("{") and text)
+    assert json.loads(last)["mean_wait_s"]["slurm"] == slurm_s

@@ -33,6 +33,8 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
               help="Run again with one more lane, and with twice the memory, to show what they bring.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
               help="Page to write (default: whatif.html), or its figures (FILE.csv); can be given twice.")  # fmt: skip
+@click.option("--array", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+              help="Let Slurm run the simulations as an array, with results in a shared folder.")  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @json_option
 def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
@@ -51,6 +53,7 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
     cadenza whatif --sacct jobs.json --nodes nodes.json
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
+    from cadenza.slurm_plugin.cli.whatif.array import Submitted  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
@@ -68,7 +71,11 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
         if not place.parent.is_dir() or place.is_dir():
             raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
     # 2. The runs, the verdict, and the files.
-    found = run_whatif(words)
+    try:
+        found = run_whatif(words)
+    except Submitted as told:
+        say(str(told))
+        return
     comparison, judgment = judged(found)
     written = []
     for place in places:

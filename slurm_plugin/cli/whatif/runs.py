@@ -20,6 +20,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import moment, say
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
+from cadenza.slurm_plugin.cli.whatif.array import collect
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import NO_FEATURES, History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_records
@@ -110,6 +111,8 @@ class Plan:
     more: tuple[str, ...] = ()
     partition: str | None = None
     quiet: bool = True
+    array: Path | None = None
+    """Folder of an array of Slurm that runs the simulations; None: they run here."""
     command: str = "whatif"
     arguments: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -156,12 +159,15 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     sample = number(words["sample"], "--sample", MIN_SAMPLE, 1) if words["sample"] is not None else None
     more = _one_more(words["more"], lanes)
     draws = None if words["draws"] is None else integer(words["draws"], "--draws", 1, MAX_DRAWS)
+    if words["array"] is not None and words["since"]:
+        raise InputError("--array: goes with --sacct and --nodes, for the same command has to find the same jobs again")
     accounting, source = _accounting(words)
     records = read_job_records(accounting, source)
     hosts, site = _nodes(words, frozenset().union(*{run.nodes for run in records.runs if run.gpus})), _site(words)
     plan = Plan(
         _parts(words["movable"], "--movable"), _parts(words["users"], "--users"), draws,
         replace(site, notes=(*hosts.notes, *site.notes)), lanes, more, words["partition"], quiet=words["quiet"],
+        array=words["array"],
         arguments=(
             *(f"--{name.replace('_', '-')}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
             *(f"--site={file}" for file in words["site"]),
@@ -198,7 +204,7 @@ def run_plan(
     )
     # 2. Slurm alone, and Cadenza with each part of movable jobs, and of users who opt in.
     variants = variants_of(plan, history, nodes)
-    if len(history.jobs) > LARGE_JOBS:
+    if len(history.jobs) > LARGE_JOBS and plan.array is None:
         low_s, high_s, timed = estimate_s(
             lambda count: [
                 one.task(history.consecutive((len(history.jobs) - count) // 2, count), plan) for one in variants
@@ -207,7 +213,8 @@ def run_plan(
         )
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
         say(line.replace(NARROW, " "), err=True)
-    outcomes = run_tasks([one.task(history, plan) for one in variants], quiet=plan.quiet)
+    tasks = [one.task(history, plan) for one in variants]
+    outcomes = run_tasks(tasks, quiet=plan.quiet) if plan.array is None else collect(plan.array, tasks)
     # 3. The draws of one part are the runs of one result.
     found: dict[str, list[Loaded]] = {AS_IT_WAS: [it_was]}
     for variant, outcome in zip(variants, outcomes, strict=True):

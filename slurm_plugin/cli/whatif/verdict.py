@@ -219,12 +219,17 @@ def _break_even(main: Effect, jobs: Sequence[Effect], users: Sequence[Effect]) -
             least, tried = from_part(found), ", ".join(f"{100 * one.part:.3g}" for one in found)
             texts.append(f"{'at no part' if least is None else f'from {_part(least)} on'} {who} (tried: {tried})")
     spread = (
-        f"Change of the completion time: {percent(main.change - main.half)} to {percent(main.change + main.half)} "
-        "(95 % interval over the draws)."
+        f"Change of the completion time: {interval(main)} (95 % interval over the draws)."
         if main.half is not None
         else "One draw of the jobs that keep checkpoints, so no interval: --draws 3."
     )
     return f"It pays {', and '.join(texts)}. {spread}" if texts else spread
+
+
+def interval(effect: Effect) -> str:
+    """Return the 95 % interval of a change of the completion time; nothing for one draw."""
+    half = effect.half
+    return "" if half is None else f"{percent(max(effect.change - half, -1.0))} to {percent(effect.change + half)}"
 
 
 def _losers(comparison: Comparison, label: str) -> list[str]:

@@ -17,7 +17,7 @@ from cadenza.policies.simulator.figures import flat
 from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.cli.whatif.history import DAY_S
 from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
-from cadenza.slurm_plugin.cli.whatif.verdict import Effect, Verdict, mean_wait_s, verdict
+from cadenza.slurm_plugin.cli.whatif.verdict import Effect, Verdict, interval, mean_wait_s, verdict
 from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, upper
 from cadenza.slurm_plugin.report.compare import compare, most_changed, plain, uncompared
 from cadenza.slurm_plugin.report.page import Lead, render
@@ -180,10 +180,9 @@ def _part_row(name: str, wait_s: float, idle_h: float, *more: str) -> tuple[str,
 
 
 def _effect_row(effect: Effect) -> tuple[str, ...]:
-    half = effect.half
     return _part_row(
         _name(effect), effect.wait_s, effect.idle_gpu_h, percent(effect.change),
-        "" if half is None else f"{percent(effect.change - half)} to {percent(effect.change + half)}",
+        interval(effect),
         number(effect.moves, 0), number(effect.moved_gpu_h, 0),
     )  # fmt: skip
 
@@ -202,7 +201,8 @@ def _chart(effects: Sequence[Effect]) -> Chart:
         rows = [(0.0, 0.0, 0.0), *(row for row in rows if row[0])]
         points = tuple((100 * part, 100 + 100 * change) for part, change, _ in rows)
         band = tuple(
-            (100 * part, 100 + 100 * (change - half), 100 + 100 * (change + half)) for part, change, half in rows
+            (100 * part, max(100 + 100 * (change - half), 0.0), 100 + 100 * (change + half))
+            for part, change, half in rows
         )
         drawn = any(half for *_, half in rows)
         lines.append(Line(index, label, points, "", band if drawn else (), dots=True))
