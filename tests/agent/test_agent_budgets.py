@@ -263,7 +263,7 @@ def record(*arguments: Any, at: float = 0.0, **more: Any) -> logging.LogRecord:
 def test_what_a_job_says_is_one_line_in_the_log() -> None:
     line = record(JobKey(1, 0), "no room\nI cadenza: registered JOBID=9\x1b[2J", ValueError("a\nb"), 5)
     assert ForeignText().filter(line)
-    assert line.getMessage() == "1 no room\ufffdI cadenza: registered JOBID=9\ufffd[2J a\ufffdb 5"
+    assert line.getMessage() == "1 no room I cadenza: registered JOBID=9\ufffd[2J a b 5"
 
 
 def test_no_line_of_a_traceback_looks_like_a_line_of_the_log() -> None:

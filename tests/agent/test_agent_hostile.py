@@ -252,7 +252,7 @@ def test_only_finite_numbers_in_their_range_are_taken(number: str) -> None:
 
 def test_words_for_people_are_made_one_line_and_taken(rig: HostInMemory) -> None:
     said = messages.parse(wire.encode("yielded", error="no room\nE agent: forged\x1b[2J", resident=["a\ud800"] * 3))
-    assert said == messages.Yielded(error="no room\ufffdE agent: forged\ufffd[2J", resident=("a\ufffd",) * 3)
+    assert said == messages.Yielded(error="no room E agent: forged\ufffd[2J", resident=("a\ufffd",) * 3)
 
 
 @given(text=st.text(st.characters(), max_size=60), limit=st.integers(1, 30))
@@ -396,7 +396,7 @@ def test_a_job_whose_step_fails_is_left_alone_and_changes_nothing_for_the_others
     spoilt, rig = play("spoilt", fail_for_job_3)
     assert spoilt.leases[:2] == plain.leases[:2]
     assert spoilt.leases[2].note.startswith("the agent leaves it alone, because its ")
-    assert "OverflowError: int too large\ufffdto convert" in spoilt.leases[2].why_not_ready
+    assert "OverflowError: int too large to convert" in spoilt.leases[2].why_not_ready
     assert not spoilt.leases[2].ready
     assert spoilt.leases[2].state == "held"
     assert rig.host.supervisor.faults

@@ -52,8 +52,9 @@ def test_the_group_names_the_node_where_the_environment_does_not(group: str, nod
     assert node_of(Step(5, "n1", 1, 1, group)) == "n1"
 
 
-def test_an_empty_list_is_never_a_failure(monkeypatch) -> None:
+def test_an_empty_list_is_never_a_failure(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    result = CliRunner().invoke(main, ["--jobs"])
+    (tmp_path / "cadenza.toml").touch()
+    result = CliRunner().invoke(main, ["--jobs", "--config", str(tmp_path / "cadenza.toml")])
     assert result.exit_code == 3
     assert "only root sees all jobs" in result.output

@@ -76,7 +76,7 @@ def test_a_job_that_trained_without_stays_marked_through_its_starts(tmp_path: Pa
     read = record_codec.decode_memory(record_codec.encode_memory(memory))
     assert told(read, tmp_path).unrestored == REFUSED
     shown = seen(NEXT, n2=lease(1, restart=1, unrestored=REFUSED)).jobs[0]
-    assert f"is not moved again: {REFUSED}" in "\n".join(why._state(shown))
+    assert f"is not moved again: {REFUSED}" in "\n".join(why.state_lines(shown))
 
 
 def test_the_paths_of_all_hosts_are_one_receipt_and_a_host_that_has_not_saved_makes_none() -> None:
@@ -130,7 +130,7 @@ def test_an_order_tells_the_agent_what_the_job_leaves_for_and_how_long_it_may_sa
     places = {} if kind is Save else {"shares": ()}
     goal = "gives its GPUs up for job 14\n" + "x" * 500
     gateway.apply(kind(job=JobKey(1, 0), reason="r", goal=goal, save_s=60.0, **places))
-    assert sent[0].goal.startswith("gives its GPUs up for job 14\ufffdxxx")
+    assert sent[0].goal.startswith("gives its GPUs up for job 14 xxx")
     assert (len(sent[0].goal), sent[0].save_s) == (300, 60.0)
     msgspec.json.decode(msgspec.json.encode(sent[0]), type=CheckpointOrder)
 
