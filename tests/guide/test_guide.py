@@ -59,7 +59,8 @@ def test_a_block_of_install_works(site: Site, block: Block, printed: list[str]) 
 
 def test_the_job_has_moved_and_says_so(site: Site) -> None:
     told = r"cadenza: moves to gpu2 .* checkpoint of step ([1-9]\d*) saved(.*\n)*cadenza: continues at step \1 "
-    wait_for("the job's output", lambda: re.search(told, site.said("ctl", f"cat {SHARED}/slurm-*.out")), site.patience_s)
+    output = f"cat {SHARED}/slurm-*.out"
+    wait_for("the job's output", lambda: re.search(told, site.said("ctl", output)), site.patience_s)
     site.said("ctl", "scancel --name=moves")
 
 
