@@ -78,7 +78,8 @@ def test_the_role_installs_a_site_and_changes_nothing_the_second_time(hosts: str
         engine("exec", f"{hosts}-{host}", "cadenza", "config", "--check")
         assert "plugstack.conf.d" in engine("exec", f"{hosts}-{host}", "cat", "/etc/slurm/plugstack.conf").stdout
     stays = "stat -c %F $1 && dpkg --remove cadenza-slurm$0 && test -s $1"
-    assert engine("exec", f"{hosts}-ctl", "sh", "-c", stays, RELEASE, "/etc/slurm/job_submit.lua").stdout.startswith("regular file\n")
+    done = engine("exec", f"{hosts}-ctl", "sh", "-c", stays, RELEASE, "/etc/slurm/job_submit.lua")
+    assert done.stdout.startswith("regular file\n")
     secret = f"{KEYS}/agents/node1.key_secret"
     assert engine("exec", f"{hosts}-node1", "stat", "-c%U %a", secret).stdout == "root 600\n"
     assert engine("exec", f"{hosts}-ctl", "test", "-e", secret, check=False).returncode == 1
