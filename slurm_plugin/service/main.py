@@ -74,8 +74,8 @@ def exit_code(error: Exception) -> int:
 def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> int:
     """Run the service until SIGTERM, or one round; return the exit code."""
     table, clock = settings.service, SystemClock()
-    log.info("cadenzad %s MODE=%s", version("cadenza"), table.mode)
     hub = Hub(hub_settings(settings), clock)  # a service whose keys are wrong leaves nothing behind
+    log.info("cadenzad %s MODE=%s", version("cadenza"), table.mode)
     with ExitStack() as stack:
         # 1. The lock: one service for each store.
         lock = StoreLock(Path(table.store))

@@ -113,13 +113,13 @@ def test_a_service_without_settings_ends_with_2_and_leaves_nothing_behind() -> N
     assert store.exists() == before
 
 
-@pytest.mark.parametrize("missing", ["service.key_secret", "agents"])
-def test_a_service_without_keys_ends_with_3_and_leaves_nothing_behind(tmp_path: Path, missing: str) -> None:
+@pytest.mark.parametrize(("missing", "fault"), [("service.key_secret", "missing"), ("agents", "no agent's key there")])
+def test_a_service_without_keys_ends_with_3_and_leaves_nothing_behind(tmp_path: Path, missing: str, fault: str) -> None:
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / missing).rename(tmp_path / "elsewhere")
     config = write_config(tmp_path, store=str(tmp_path / "state" / "cadenza.db"), socket=str(tmp_path / "run" / "s"))
     before = sorted(tmp_path.iterdir())
     done = CliRunner().invoke(main, ["--config", str(config)])
     assert done.exit_code == 3
-    assert f"cadenzad: {tmp_path / 'keys' / missing}: " in done.stderr
+    assert done.stderr.startswith(f"cadenzad: {tmp_path / 'keys' / missing}: {fault}; write ")
     assert sorted(tmp_path.iterdir()) == before

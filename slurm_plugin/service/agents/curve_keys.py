@@ -93,7 +93,7 @@ def host_keys(folder: Path, ending: str) -> dict[str, bytes]:
 def _certificate(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
-    except OSError as error:
-        raise HubError(f"{path}: {error.strerror or error}; write keys with `cadenza keygen`") from None
-    except ValueError as error:
-        raise HubError(f"{path}: {error}; write keys with `cadenza keygen`") from None
+    except (OSError, ValueError) as error:
+        # zmq calls a file that is not there an invalid one
+        fault = "missing" if not path.exists() else getattr(error, "strerror", None) or error
+        raise HubError(f"{path}: {fault}; write keys with `cadenza keygen`") from None
