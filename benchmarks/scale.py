@@ -15,7 +15,7 @@ by least squares over a twentieth, a fifth and the whole of the site. The exit c
 from __future__ import annotations
 
 import argparse
-import gc
+import contextlib
 import json
 import logging
 import math
@@ -34,6 +34,8 @@ from random import Random
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.auth
 
 from cadenza.policies.core.actions import (
     Action,
@@ -49,7 +51,10 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.clock import SystemClock
-from cadenza.sidecar.orders import VERSION, JobTelemetry, LeaseReport, Receipt, Report
+from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.orders import VERSION, Facts, JobFacts, JobTelemetry, LeaseReport, Receipt, Report
+from cadenza.slurm_plugin.cli.site.keygen import make_keys
+from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.gateway.json_source import JsonSource
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
@@ -543,6 +548,92 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
     }  # fmt: skip
 
 
+# --- 5,000 connections ---------------------------------------------------------------------------------------
+
+
+def agents_of(address: str, keys: Path, hosts: list[str], seconds: float, busy_s: float) -> int:
+    """Be the agents of these hosts: each has its own key and reports at the shipped interval. Return the reports."""
+    context, heartbeat_s = zmq.Context(), AgentSettings().heartbeat_s
+    context.set(zmq.MAX_SOCKETS, len(hosts) + 64)
+    server, _ = zmq.auth.load_certificate(keys / "service.key")
+    links = []
+    for host in hosts:
+        link = context.socket(zmq.DEALER)
+        link.curve_publickey, link.curve_secretkey = zmq.auth.load_certificate(keys / "agents" / f"{host}.key_secret")
+        link.curve_serverkey = server
+        link.connect(address)
+        links.append(link)
+    lease = LeaseReport(1, 0, 1000, "", (0, 1), "held", True, 5.0, 5.0, 5.0, 2, 2, 1, ready=True, checkpoints=True,
+                        telemetry=JobTelemetry(window_s=30.0, gpu_percent=81.25, cpu_percent=640.1, rss_mb=31000.7))
+    sent, began_s = 0, time.monotonic()
+    turn = 0
+    while time.monotonic() < began_s + seconds:
+        for at, link in enumerate(links):
+            now_s = time.time()
+            leases = tuple(msgspec.structs.replace(lease, job=3 * at + one + 1, node=hosts[at]) for one in range(3))
+            report = Report(VERSION, hosts[at], "1.0", MEMORY_MB, 9, rotating=False, at_s=now_s, leases=leases)
+            link.send(msgspec.json.encode(report))
+            sent += 1
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    link.recv(zmq.NOBLOCK)
+            due_s = began_s + heartbeat_s * (turn + (at + 1) / len(links))
+            if (left_s := due_s - time.monotonic()) > 0.002:
+                time.sleep(left_s)
+        turn += 1
+    time.sleep(busy_s)
+    context.destroy(linger=20_000)
+    return sent
+
+
+def measure_hub(count: int, seconds: float, *, busy: bool) -> bool:
+    """Print what the service's end of the link takes for so many agents; return whether a report is lost."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with tempfile.TemporaryDirectory(prefix="scale") as folder:
+        keys, hosts = Path(folder) / "keys", [f"n{number:05}" for number in range(count)]
+        make_keys(keys, hosts)
+        hub = Hub(HubSettings("tcp://127.0.0.1:*", keys, AgentSettings().heartbeat_s), SystemClock())
+        hub.start()
+        told = Path(folder) / "sent"
+        if (child := os.fork()) == 0:
+            told.write_text(str(agents_of(hub.address, keys, hosts, seconds, 5.0)))
+            os._exit(0)
+        facts = {host: Facts(VERSION, tuple(JobFacts(3 * at + one + 1, 0, True, 1.0, 0, "user", 1) for one in range(3)),
+                             30.0, False, True, 5.0) for at, host in enumerate(hosts)}  # fmt: skip
+        cpu, began_s, all_s, asked_s, least = time.process_time(), time.monotonic(), 0.0, [], count
+        burned, files = 0.0, 0
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            now_s = time.monotonic()
+            agents = hub.agents()
+            asked_s.append(time.monotonic() - now_s)
+            files = max(files, len(os.listdir("/proc/self/fd")))
+            alive = sum(agent.alive for agent in agents.values())
+            if alive == count and not all_s:
+                all_s = now_s - began_s
+            if all_s and now_s < began_s + seconds - 2:
+                least = min(least, alive)
+            hub.send_facts(FactSheet(facts, time.time(), 60.0))
+            hub.drain()
+            until_s, burn = time.monotonic() + 2.0, time.thread_time()
+            while time.monotonic() < until_s:
+                if busy:
+                    sum(range(10_000))
+                else:
+                    time.sleep(0.1)
+            burned += time.thread_time() - burn
+        took_s = time.monotonic() - began_s
+        used = (time.process_time() - cpu - burned) / took_s
+        sent = int(told.read_text())
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"{count:,} agents{', a busy thread beside' if busy else ''}: {sent:,} reports sent, "
+              f"{sent - hub.reports:,} lost, {sum(hub.refused.values())} refused; all connected after {all_s:.0f} s, then "
+              f"{least:,} alive at least; {used:.2f} cores; agents() {max(asked_s):.2f} s at most; {rss:.0f} MB; "
+              f"{files:,} files")  # fmt: skip
+        lost = sent != hub.reports
+        hub.close()
+        return lost
+
+
 def quantile(values: list[float], part: float) -> float:
     """Return the least value that so large a part does not exceed."""
     return sorted(values)[min(int(part * len(values)), len(values) - 1)]
@@ -596,10 +687,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--alone", action="store_true", help="this size alone, without the growth")
     parser.add_argument("--profile", type=Path, help="with --alone: write a profile of the last round")
+    parser.add_argument("--hub", type=int, metavar="AGENTS", help="measure the agents' link instead, for a minute")
+    parser.add_argument("--busy", action="store_true", help="with --hub: a thread computes meanwhile, as a round does")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     jobs = asked.jobs or 10 * asked.hosts
+    if asked.hub:
+        return int(measure_hub(asked.hub, 60.0, busy=asked.busy))
     if asked.json or asked.alone:
         with tempfile.TemporaryDirectory(prefix="scale") as folder:
             one = measure(asked.hosts, jobs, asked.rounds, Path(folder), asked.profile)
