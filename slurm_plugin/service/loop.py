@@ -121,8 +121,9 @@ class Loop:
         self.standby_reason: Callable[[], str] = lambda: ""
         """Returns why the service of another host acts in place of this one, "" if it does not."""
         self.acting = True
-        self._takes_over = False
-        """True until the first good round after the service of another host."""
+        self._takes_over = self._stale = False
+        """*takes over*: until its first good round: another service may have acted since its last one, as that of the
+        other controller, or of the machine that its store was restored from; *stale*: and changed SiteFactors."""
         self.beat: Callable[[], object] = lambda: None
         """Called whenever the loop gets on: between rounds, before each decision and before each action."""
         self._left_alone: Mapping[JobKey, str] = {}
@@ -147,6 +148,7 @@ class Loop:
             place.mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
         self._gateway.with_lanes = self._with_lanes
         self._use(settings)
+        self._takes_over = last is not None and clock.now() - last.time_s > settings.trust_s
 
     @property
     def trust_s(self) -> float:
@@ -216,6 +218,7 @@ class Loop:
         if not reason and not self.acting:
             log.warning("slurmctld is in control here: this service takes over")
             self.acting = self._takes_over = True
+            self._stale = self.good_at_s is None or self._clock.now() - self.good_at_s > self.trust_s
             self._good_s = self._clock.monotonic()
             self.settle()
         elif reason and self.acting:
@@ -261,8 +264,7 @@ class Loop:
         if self._store.fresh:
             self._store.adopt(adopted(self._gateway.read()))
         elif self._takes_over:
-            stale = self.good_at_s is None or self._clock.now() - self.good_at_s > self.trust_s
-            self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), stale=stale))
+            self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), stale=self._stale))
         before = move_requests.take(self._store.path, self._store.memory(), self._clock.now())
         self._store.adopt(before)
         # 3. Observe, decide, guard, write down, apply.
@@ -287,7 +289,7 @@ class Loop:
         self._store.record(self._requeues.observe(report.snapshot, before))
         # 6. Send the agents the facts that they need to take turns by themselves.
         self.last, self._good_s, self.good_at_s = report, self._clock.monotonic(), self._clock.now()
-        self._takes_over = False
+        self._takes_over = self._stale = False
         with times.step("facts"):
             facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
             self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.trust_s))

@@ -218,7 +218,10 @@ def test_a_lost_controller_is_restored_on_the_other_machine_and_what_was_ours_is
     both.service("ctl2", "stop", "cadenzad")
     both.exec("ctl2", "sh", "-c", "rm -rf /var/lib/cadenzad/cadenza.db*")
     jobs = [both.paced(name, iterations=4000) for name in ("one", "two")]
-    wait_for("a suspend", lambda: "SUSPENDED" in {both.state(job) for job in jobs}, 90)
+    wait_for("turns", lambda: "SUSPENDED" in {both.state(job) for job in jobs}, 90)
+    both.exec("ctl", "touch", "/etc/cadenza/STOP")  # the turn that the backup knows is the last one
+    before = rounds(both)
+    wait_for("rounds that do nothing", lambda: rounds(both) > before + 2)
     both.cadenza("backup", saved)
     both.power("ctl", "kill")
     both.controller = "ctl2"

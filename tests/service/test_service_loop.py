@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot, pack, unpack
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 A, B = JobKey(1, 0), JobKey(2, 0)
@@ -215,6 +217,27 @@ def test_a_service_in_standby_is_silent_and_takes_over_with_what_the_other_has_l
         agent.receive(Facts)
     assert "Release 4" not in rig.slurm.actions(), "an older hold is its holder's"
     assert said
+
+
+def test_a_service_with_an_old_store_takes_over_suspends_that_are_newer(tmp_path: Path) -> None:
+    """A restored store does not have them, and nobody else would undo them."""
+    first = Rig(tmp_path)
+    assert first.loop.round()
+    first.close()
+    with sqlite3.connect(first.store.path) as link:
+        row = link.execute("SELECT snapshot FROM rounds").fetchone()
+        old = replace(decode_snapshot(unpack(row[0])), time_s=1000.0)
+        link.execute("UPDATE rounds SET snapshot = ?", (pack(encode_snapshot(old)),))
+    rig = Rig(tmp_path)
+    try:
+        rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, "n1-l1")))
+        heard(rig, rig.agent(), lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=50.0, vtime_s=150.0))
+        assert rig.loop.round()
+        assert "Unsuspend 1" in rig.slurm.actions()
+    finally:
+        for one in rig.peers:
+            one.close()
+        rig.close()
 
 
 def test_a_service_in_standby_undoes_its_suspends_where_agents_hear_no_other(rig: Rig) -> None:
