@@ -50,14 +50,14 @@ from cadenza.policies.core.actions import (
 )
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, JobTelemetry, LeaseReport, Receipt, Report
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
-from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.gateway.json_source import JsonSource
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -634,6 +634,41 @@ def measure_hub(count: int, seconds: float, *, busy: bool) -> bool:
         return lost
 
 
+# --- A real slurmctld ----------------------------------------------------------------------------------------
+
+LISTED = """
+squeue --noheader --array --all | wc -l
+sdiag --reset >/dev/null
+for one in 1 2 3 4 5; do
+  /usr/bin/env time -f 'squeue %e s, its own %U s' squeue --all --states=all --json >/tmp/jobs.json
+done
+stat -c 'text %s bytes' /tmp/jobs.json
+sdiag | grep -E 'REQUEST_JOB_INFO '
+"""
+
+
+def measure_list(count: int) -> None:
+    """Print the time of slurmctld and of squeue for a list of so many jobs, on a cluster in containers."""
+    here = Path(__file__).parents[1] / "container"
+    name = ("--name", "scale")
+
+    def inside(user: str, text: str) -> str:
+        words = [here / "exec", *name, "--user", user, "ctl", "bash", "-c", text]
+        return subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+
+    subprocess.run([here / "up", *name, "--nodes", "2", "--lanes", "1", "--no-cadenza"], check=True)
+    try:
+        # Tasks of an array are one record until one of them is changed by itself.
+        array, comment = 1000, json.dumps({"cadenza": {"v": 1, "share": True}})
+        inside("alice", f"for one in $(seq {count // array}); do sbatch --array=0-{array - 1} --gres=gpu:1 --mem=500"
+               f" --time=60 --comment='{comment}' --wrap 'sleep 3600' >/dev/null; done")  # fmt: skip
+        inside("root", f"for one in $(squeue -h -o %F | sort -u); do scontrol update JobId=${{one}}_[0-{array - 1}]"
+               " Nice=1; done")  # fmt: skip
+        print(inside("root", LISTED))
+    finally:
+        subprocess.run([here / "down", *name], check=True)
+
+
 def quantile(values: list[float], part: float) -> float:
     """Return the least value that so large a part does not exceed."""
     return sorted(values)[min(int(part * len(values)), len(values) - 1)]
@@ -688,11 +723,15 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="this size alone, without the growth")
     parser.add_argument("--profile", type=Path, help="with --alone: write a profile of the last round")
     parser.add_argument("--hub", type=int, metavar="AGENTS", help="measure the agents' link instead, for a minute")
+    parser.add_argument("--list", type=int, metavar="JOBS", help="measure a list of so many jobs on a real slurmctld")
     parser.add_argument("--busy", action="store_true", help="with --hub: a thread computes meanwhile, as a round does")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     jobs = asked.jobs or 10 * asked.hosts
+    if asked.list:
+        measure_list(asked.list)
+        return 0
     if asked.hub:
         return int(measure_hub(asked.hub, 60.0, busy=asked.busy))
     if asked.json or asked.alone:

@@ -6,23 +6,32 @@ so that any round in between may be deleted. Equal values give equal bytes, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Union, get_type_hints
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, SiteRules
+from cadenza.policies.core.model import (
+    ClusterSnapshot,
+    Host,
+    Job,
+    JobKey,
+    Lease,
+    Node,
+    Progress,
+    SiteRules,
+    changed,
+)
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.record_codec import Profiled, SnapshotRow
 
 T = TypeVar("T")
 Changes = dict[str, Any]
-PARTS = ("lease", "progress")
-"""Fields of a job whose own fields are told apart."""
 
 
 class Frame:
@@ -55,20 +64,29 @@ def read_round(row: Any, frame: Frame | None) -> tuple[ClusterSnapshot, Memory, 
     return decode_snapshot(snapshot, frame), decode_memory(before, after), decided, after
 
 
-class _Changed(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of a job that differ, those of its lease and progress apart if it had some before."""
+def _changes_of(kind: type, but: Collection[str] = (), **more: Any) -> Any:
+    """Return a struct with the fields of a dataclass, and more, each of which may be left out."""
+    hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in but}
+    rows = [(name, Union[hint, UnsetType], UNSET) for name, hint in (hints | more).items()]  # noqa: UP007
+    return msgspec.defstruct(f"_{kind.__name__}Changes", rows, frozen=True)
 
-    id: int
-    restart: int
-    fields: Changes
-    lease: Changes = {}
-    progress: Changes = {}
+
+PARTS: Mapping[str, type] = {"lease": Lease, "progress": Progress}
+"""Fields of a job whose own fields are told apart."""
+_PARTS = {name: _changes_of(kind) for name, kind in PARTS.items()}
+_Changes = _changes_of(Job, ("profile",), **{f"in_{name}": kind for name, kind in _PARTS.items()})
+"""Fields of a job that differ, and those of its lease and its progress; the key tells which job."""
+_NAMES = tuple(field.name for field in fields(Job) if field.name not in ("key", "profile"))
+_NAMES_OF = {_Changes: _NAMES} | {
+    _PARTS[name]: tuple(field.name for field in fields(kind)) for name, kind in PARTS.items()
+}
+_VALUES = {kind: attrgetter(*names) for kind, names in _NAMES_OF.items()}
 
 
 class _SnapshotDelta(msgspec.Struct, frozen=True):
     time_s: float
     site: SiteRules
-    jobs: tuple[_Changed, ...]
+    jobs: tuple[_Changes, ...]  # type: ignore[valid-type] # made above
     new_jobs: tuple[Job, ...]
     gone_jobs: tuple[JobKey, ...]
     nodes: tuple[Node, ...]
@@ -94,22 +112,18 @@ def encode_snapshot(snapshot: ClusterSnapshot, frame: Frame) -> bytes | None:
     if not frame.usable or not _in_order(snapshot):
         return None
     row = record_codec.snapshot_row(snapshot)
-    changed: list[_Changed] = []
+    differing: list[Any] = []
     new: list[Job] = []
     for job, bare in zip(snapshot.jobs, row.jobs, strict=True):
         before = frame.jobs.get(job.key)
-        if before is job:
-            continue
         if before is None:
             new.append(bare)
-            continue
-        msgspec.json.decode(record_codec.encode(bare), type=Job)
-        if (difference := _difference(before, bare)) is not None:
-            changed.append(difference)
+        elif before is not job and (difference := _difference(before, job)) is not None:
+            differing.append(difference)
     nodes, gone_nodes = _rows(snapshot.nodes, frame.nodes, attrgetter("name"))
     hosts, gone_hosts = _rows(snapshot.hosts, frame.hosts, attrgetter("name"))
     delta = _SnapshotDelta(
-        snapshot.time_s, snapshot.site, tuple(changed), tuple(new), tuple(frame.jobs.keys() - snapshot.by_key.keys()),
+        snapshot.time_s, snapshot.site, tuple(differing), tuple(new), tuple(frame.jobs.keys() - snapshot.by_key.keys()),
         nodes, gone_nodes, hosts, gone_hosts, row.families, row.profiled,
     )  # fmt: skip
     data = record_codec.encode(delta)
@@ -123,13 +137,9 @@ def decode_snapshot(data: bytes, frame: Frame) -> ClusterSnapshot:
     jobs = {key: replace(job, profile=None) if job.profile is not None else job for key, job in frame.jobs.items()}
     for key in delta.gone_jobs:
         del jobs[key]
+    one: Any
     for one in delta.jobs:
-        key = JobKey(one.id, one.restart)
-        values = _values(jobs[key]) | one.fields
-        for part, fields in zip(PARTS, (one.lease, one.progress), strict=True):
-            if fields:
-                values[part] = values[part] | fields
-        jobs[key] = msgspec.convert(values, Job)
+        jobs[one.key] = _with_changes(jobs[one.key], one)
     jobs |= {job.key: job for job in delta.new_jobs}
     return record_codec.snapshot_of(
         SnapshotRow(
@@ -217,20 +227,25 @@ def _merged(before: Mapping[str, T], rows: Iterable[Any], gone: Iterable[str]) -
     return tuple(found[name] for name in sorted(found))
 
 
-def _values(job: Job) -> Changes:
-    found: Changes = msgspec.to_builtins(job, order="deterministic")
-    return found
+def _differing(kind: Any, before: Any, now: Any) -> Changes:
+    """Return the fields of ``kind`` that two values have differently."""
+    rows = zip(_NAMES_OF[kind], _VALUES[kind](now), _VALUES[kind](before), strict=True)
+    return {name: value for name, value, other in rows if value is not other and value != other}
 
 
-def _difference(before: Job, bare: Job) -> _Changed | None:
-    old, new = _values(before if before.profile is None else replace(before, profile=None)), _values(bare)
-    fields = {name: value for name, value in new.items() if old[name] != value}
-    parts: list[Changes] = []
-    for part in PARTS:
-        mine, theirs = fields.get(part), old[part]
-        if mine is None or theirs is None:
-            parts.append({})
-            continue
-        parts.append({name: value for name, value in mine.items() if theirs[name] != value})
-        del fields[part]
-    return _Changed(*bare.key, fields, *parts) if fields or any(parts) else None
+def _difference(before: Job, job: Job) -> Any:
+    """Return the changes of a job; None if only its profile has changed, which is written down apart."""
+    found = _differing(_Changes, before, job)
+    for part, kind in _PARTS.items():
+        if part in found and found[part] is not None and (old := getattr(before, part)) is not None:
+            found[f"in_{part}"] = kind(**_differing(kind, old, found.pop(part)))
+    return _Changes(key=job.key, **found) if found else None
+
+
+def _with_changes(before: Job, changes: Any) -> Job:
+    values = {name: value for name in _NAMES if (value := getattr(changes, name)) is not UNSET}
+    for part, kind in _PARTS.items():
+        if (inner := getattr(changes, f"in_{part}")) is not UNSET:
+            told = {name: value for name in _NAMES_OF[kind] if (value := getattr(inner, name)) is not UNSET}
+            values[part] = replace(getattr(before, part), **told)
+    return changed(before, **values)
