@@ -3,8 +3,8 @@
 
 A list has 320 jobs of 1 to 32 GPUs (more than 8: whole nodes) that sleep for 4 to 60 s, with time limits of 1.2 to 10
 times that in whole minutes, as Slurm keeps them; their arrivals offer 1.15 times the GPUs of 16 nodes x 8. A plain
-cluster in containers (one lane, no Cadenza) runs each list twice. The simulator's ``--set baseline=slurm`` runs it with the
-backfill settings of that cluster, and with the mean time that the cluster's jobs took besides their sleep.
+cluster in containers (one lane, no Cadenza) runs each list twice. The simulator's ``--set baseline=slurm`` runs it with
+the backfill settings of that cluster, and with the mean time that the cluster's jobs took besides their sleep.
 
 Goals: the baseline's mean wait is within 5 % of both runs' mean, or within the difference of the two. Agreement is the
 share of jobs whose starts, since the first submission, lie within 5 s of each other; the baseline's with either run is

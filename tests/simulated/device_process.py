@@ -14,6 +14,7 @@ from typing import Any
 
 import simulated_gpu
 import torch
+
 from cadenza.sidecar import client
 
 HERE = Path(__file__).resolve().parent

@@ -171,7 +171,7 @@ class JobRun:
     no_room_until: float = 0.0
     """Monotonic time until which that reason counts."""
     no_room_beside: frozenset[JobKey] = frozenset()
-    """Holders of its GPUs beside which it would have no room; the reason ends with them. Empty: it is another one."""
+    """Holders of its GPUs with which it would have no room; the reason ends with them. Empty: it is another one."""
     grant_at: float | None = None
     """Monotonic time at which its lease was ready but for a look at its GPUs' memory."""
     short_at: float | None = None
