@@ -24,7 +24,7 @@ from cadenza.slurm_plugin.report.units import NARROW as SPACE
 
 
 class Lead(NamedTuple):
-    """What goes ahead of the figures: sentences, the first of which is the verdict, a chart, a table, more kinds."""
+    """The part ahead of the figures: sentences, the first of which is the verdict, a chart, a table, more kinds."""
 
     lines: tuple[str, ...]
     refused: bool
@@ -35,7 +35,7 @@ class Lead(NamedTuple):
     kinds: tuple[tuple[str, str, str, tuple[Slice, ...]], ...]
     """Key, title, head and means of further kinds of jobs."""
     repeated: str = "draws"
-    """What the runs of one result are."""
+    """Name of the runs of one result."""
 
 
 class CardText(NamedTuple):

@@ -24,7 +24,7 @@ LITTLE_WAIT_S = MINUTE_S
 CLEAR, WORSE = 0.005, 0.05
 """Least gain that counts, and least loss of a class of jobs that is named."""
 IDLE_ANYWAY = 0.5
-"""Part of all waiting beside enough idle GPUs from which on it is the cause of a wait that was too short."""
+"""Part of all waiting, while enough GPUs were idle, from which on it is the cause of a wait that was too short."""
 LENGTHS = {
     "under 10 min": "under 10 min", "to 1 h": "of 10 min to 1 h", "to 10 h": "of 1 to 10 h", "longer": "above 10 h",
 }  # fmt: skip
@@ -46,7 +46,7 @@ class Effect(NamedTuple):
     moved_gpu_h: float
     """GPU hours that moves cost."""
     idle_gpu_h: float
-    """GPU hours idle beside waiting jobs that fit."""
+    """GPU hours idle while jobs wait that fit."""
     doubt: float = 0.0
     """Half the interval, for one draw that of the main part."""
 
@@ -247,7 +247,7 @@ def _losers(comparison: Comparison, label: str) -> list[str]:
 
 
 def _who(groups: Mapping[str, Sequence[Slice]], comparison: Comparison, label: str) -> str:
-    """Return who wins and loses most, by account and QOS, and the classes of jobs that lose."""
+    """Return the accounts and QOS that win and lose most, and the classes of jobs that lose."""
     at = next(result.index for result in comparison.results if result.label == label)
     texts = []
     for name, slices in groups.items():
