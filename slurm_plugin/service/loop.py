@@ -64,7 +64,7 @@ NAP_S = 0.5
 SETTLE_HEARTBEATS = 3
 RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
-TIDY_PERIOD_S, COLLECT_PERIOD_S, DAY_S = 60.0, 3600.0, 86400.0
+TIDY_PERIOD_S, COLLECT_PERIOD_S, DAY_S = 60.0, 600.0, 86400.0
 FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket", "metrics")
 """Keys of [service] that are read at the start only."""
 UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"
@@ -201,16 +201,13 @@ class Loop:
             self._wait(began_s, each_nap)
 
     def _collect(self) -> None:
-        """Collect the cycles of the last round, now and then all: what a round makes is free without that.
-
-        During rounds of a large site it would take a third of the time.
-        """
+        """Collect cycles now and then: what a round makes is in none, and looking for some took a third of its time."""
         now_s = self._clock.monotonic()
         if now_s >= self._collect_s:
             self._collect_s = now_s + COLLECT_PERIOD_S
             gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # the next collection leaves out what is there now
+            gc.collect()
+        gc.freeze()  # collections leave out what is there now
 
     def follow_slurmctld(self) -> None:
         """Act only where slurmctld is in control: stand by without a word to the agents, or take over."""
