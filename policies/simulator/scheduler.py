@@ -435,7 +435,7 @@ class Scheduler:
         self._stale = False
         first = dict.fromkeys(self.nodes_of, "Resources")
         for job in self.queue:
-            reason = self.limit(job)
+            reason = self.limit(job) if self._limited or job.array_limit is not None or job.licenses else ""
             if not reason and job.looked:
                 reason = first[job.partition]
                 if not job.pins:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_JOBS_APART = 2_000
 """Shorter runs are over before another process has started."""
 REPORT_S = 0.5
-TIMED_JOBS, TIMED_S = 500, 10.0
+TIMED_JOBS, TIMED_S = 500, 4.0
 """Jobs of the first run that is timed for an estimate; seconds after which no longer one follows."""
 
 
