@@ -79,7 +79,7 @@ UNREAD_FIELDS = 28
 ROUND_S = 15.0
 STEPS = ("read", "merge", "decide", "record", "apply", "rest")
 LIMITS = {(5000, 60_000): (6.0, 15.0, 1200.0, 1.5), (1000, 10_000): (1.2, 15.0, 1200.0, 1.5)}
-"""By hosts and jobs: seconds of CPU besides reading and of the whole round (p99), MB of memory, GB of rounds on record."""
+"""By hosts and jobs: seconds of CPU besides reading and of the whole round (p99), MB of memory, GB of rounds kept."""
 KEPT_FRAMES = DAY_S / FRAME_S + 13 * DAY_S / SLOT_S
 EXPONENT = 1.1
 LEAST_NAP_S = 0.002
@@ -731,7 +731,7 @@ def show(results: list[dict[str, Any]]) -> bool:
     print(
         "| hosts / jobs (running, suspended) | "
         + " | ".join(STEPS)
-        + " | besides read: median, p99 | whole round, wall p99 | memory | on record: a round, a key frame, rounds of 14 days |"
+        + " | besides read: median, p99 | whole round, wall p99 | memory | on record: a round, a key frame, 14 days |"
     )
     print("|---" * (len(STEPS) + 5) + "|")
     missed = []
