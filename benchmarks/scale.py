@@ -680,13 +680,12 @@ def measure_hub(count: int, seconds: float, *, busy: bool) -> bool:
 # --- A real slurmctld ----------------------------------------------------------------------------------------
 
 LISTED = """
-squeue --noheader --array --all | wc -l
+TIMEFORMAT='squeue %R s, its own %U s'
 sdiag --reset >/dev/null
-for one in 1 2 3 4 5; do
-  /usr/bin/env time -f 'squeue %e s, its own %U s' squeue --all --states=all --json >/tmp/jobs.json
-done
-stat -c 'text %s bytes' /tmp/jobs.json
-sdiag | grep -E 'REQUEST_JOB_INFO '
+for one in 1 2 3 4 5; do time squeue --all --states=all --json >/tmp/jobs.json; done
+stat -c 'text: %s bytes' /tmp/jobs.json
+echo "jobs: $(grep -c '"job_id":' /tmp/jobs.json)"
+sdiag | grep -m1 JOB_INFO
 """
 
 
