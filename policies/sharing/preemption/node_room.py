@@ -187,6 +187,8 @@ class NodeRoom:
 
 def shares_of(job: Job) -> dict[str, Amount]:
     """Return the resources that a started job has on each node; an even part of its totals if Slurm shows no more."""
+    if len(job.nodes) == 1 == len(job.placement) and job.nodes[0] == job.placement[0].node:  # nearly always
+        return {job.nodes[0]: job.placement[0][1:]}
     placed = {share.node: (share.gpus, share.cpus, share.memory_mb) for share in job.placement}
     count = max(len(job.nodes), 1)
     even = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))

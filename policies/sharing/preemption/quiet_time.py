@@ -7,7 +7,7 @@ from cadenza.policies.ordering.levels import leaves_level_s
 from cadenza.policies.sharing.preemption.join_idle import JOIN_AFTER_S
 from cadenza.policies.sharing.preemption.make_way import AGAIN_S
 from cadenza.policies.sharing.preemption.site_factor import BEHIND_S
-from cadenza.policies.sharing.preemption.standing import NEWS_S, Standings
+from cadenza.policies.sharing.preemption.standing import COST_S, NEWS_S, QUANTUM_COSTS, Standings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 CALC_PERIOD_S = 300.0
@@ -30,10 +30,16 @@ def note_quiet_time(state: SharingState) -> None:
         state.quiet_until_s = now_s + NEWS_S
         return
     ends = [now_s + CALC_PERIOD_S]
+    costs_s = [(move.cost_s or COST_S) + move.lost_s for move in state.memory.moves]
+    longest_s = QUANTUM_COSTS * max(COST_S, *costs_s, 0.0)  # most jobs have had their GPUs for longer
     for job in jobs:
         if job.state == "RUNNING":
-            ends += (leaves_level_s(job, now_s), now_s + standings.quantum_left_s(job))
-            ends.append(now_s + JOIN_AFTER_S - standings.had_s(job))
+            had_s = standings.had_s(job)
+            ends.append(leaves_level_s(job, now_s))
+            if had_s <= JOIN_AFTER_S:
+                ends.append(now_s + JOIN_AFTER_S - had_s)
+            if had_s <= longest_s:
+                ends.append(now_s + standings.quantum_left_s(job))
     ends += [at_s + AGAIN_S for at_s in state.memory.made_way.values()]
     ends += [move.phase.since_s + BEHIND_S for move in state.memory.moves if move.over]
     # A level may be left now by rounding, and the job be still in the old one.

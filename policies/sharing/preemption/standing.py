@@ -135,6 +135,8 @@ class Standings:
 
     def can_leave(self, job: Job) -> bool:
         """Return True if a running job can save a checkpoint and be requeued now."""
+        if job.lease is None or not job.lease.checkpoints:
+            return False  # as most say, and without the sentence
         return self.stays_because(job) is None
 
     def stays_because(self, job: Job) -> str | None:

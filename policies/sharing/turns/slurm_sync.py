@@ -286,8 +286,9 @@ def _halves(state: SharingState) -> list[Yield]:
 
     It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
     """
-    held = [(job, lease) for job, lease in state.managed("RUNNING") if lease.state == "held"]
-    halves = [job for job, lease in held if not lease.ready and job.num_nodes > 1]
+    running = state.managed("RUNNING")
+    halves = [job for job, lease in running if job.num_nodes > 1 and lease.state == "held" and not lease.ready]
+    held = [(job, lease) for job, lease in running if lease.state == "held"] if halves else []
     priority = state.settings.priority
     blocking = {
         job.key: half.key
