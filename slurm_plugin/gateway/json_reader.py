@@ -9,12 +9,14 @@ what is read of it is.
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway import slurm_json
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_answer
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
@@ -80,6 +82,8 @@ class JsonReader:
     def __init__(self) -> None:
         self._process = Supervisor(WorkerSettings(command=COMMAND, request_timeout_s=TIMEOUT_S))
         self._records: dict[str, dict[int | str, Fields]] = {}
+        self.waited_s = 0.0
+        """Time for which Slurm's commands have waited so far, seconds: slurmctld's, without that of making the JSON."""
 
     def read(self, key: str, words: Sequence[str]) -> tuple[list[Fields], list[Refused]]:
         """Return the records of an answer and those that could not be read; raise as ``json_answer`` does."""
@@ -90,6 +94,7 @@ class JsonReader:
             raise EnvironmentLacks(answer["lacks"])
         if "not_slurms" in answer:
             raise SlurmUnavailable(f"{' '.join(words)}: {answer['not_slurms']}")
+        self.waited_s += answer["waited_s"]
         name = KINDS[key]
         known = {} if answer["whole"] else self._records.get(key, {})
         known |= {one[name]: one for one in answer["changed"]}
@@ -104,14 +109,23 @@ class JsonReader:
 
 def answer(lists: Mapping[str, Changes], request: Mapping[str, Any]) -> Fields:
     """Return the answer to one request; a failure of Slurm's is an answer."""
+    began_s, used_s = clock.monotonic(), _used_s()
     try:
-        return lists[request["key"]].since_last(json_answer(*request["words"]))
+        data = json_answer(*request["words"])
+        waited_s = max(clock.monotonic() - began_s - (_used_s() - used_s), 0.0)
+        return lists[request["key"]].since_last(data) | {"waited_s": waited_s}
     except Refusal as error:
         return {"refusal": error.msg, "errno": error.errno}
     except EnvironmentLacks as error:
         return {"lacks": str(error)}
     except NotSlurms as error:
         return {"not_slurms": str(error)}
+
+
+def _used_s() -> float:
+    """Return the CPU time of the commands that have ended, seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: list[str]) -> int:

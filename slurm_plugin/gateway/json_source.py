@@ -304,6 +304,11 @@ class JsonSource:
         user = pwd.getpwuid(os.geteuid()).pw_name
         return {"json": version, "scontrol": release, "user": user, "reason": self._reason}
 
+    @property
+    def waited_s(self) -> float | None:
+        """Time for which its commands have waited for Slurm; None if it was not measured."""
+        return self._reader.waited_s if self._reader is not None else None
+
     def close(self) -> None:
         """End the reader's process."""
         if self._reader is not None:

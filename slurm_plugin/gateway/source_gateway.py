@@ -65,6 +65,8 @@ class SlurmGateway:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._known = Known({}, {})
+        self.answer_s: float | None = None
+        """Time that Slurm itself took for the last reading, seconds; None where that is not known."""
         self.asked: Callable[[str, str, float], object] = lambda _request, _result, _seconds: None
         """Called after each request with its name, *ok* or *failed*, and the seconds that it took."""
 
@@ -83,7 +85,10 @@ class SlurmGateway:
         Costs slurmctld one RPC, for all jobs; up to four more for nodes, partitions, reservations and its own start
         where these may have changed, and each minute three for the site's rules.
         """
-        return snapshot(self.read_raw(), self._known)
+        before_s = getattr(self._source, "waited_s", None)
+        raw = self.read_raw()
+        self.answer_s = self._source.waited_s - before_s if before_s is not None else None  # type: ignore[attr-defined]
+        return snapshot(raw, self._known)
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return the state of a few jobs, which costs slurmctld one small RPC each."""

@@ -101,3 +101,18 @@ def test_a_waiting_job_keeps_its_object_from_round_to_round_until_it_changes(
     (tmp_path / "down").unlink()
     served._source._reader._process._discard()  # type: ignore[attr-defined]
     assert {job.name for job in served.read().jobs} == after.keys()
+
+
+def test_the_time_that_squeue_computes_is_none_of_slurmctlds(served: SlurmGateway, tmp_path: Path) -> None:
+    """Rounds are twenty times as far apart as an answer takes, and making the JSON of 60,000 jobs takes seconds."""
+    squeue = tmp_path / "squeue"
+    text = squeue.read_text()
+    squeue.write_text(text.replace("cat ", "i=0; while [ $i -lt 40000 ]; do i=$((i+1)); done; cat ", 1))
+    served.read()
+    computed_s = served.answer_s
+    squeue.write_text(text.replace("cat ", "sleep 0.4; cat ", 1))
+    served.read()
+    assert computed_s is not None
+    assert served.answer_s is not None
+    assert served.answer_s >= 0.4
+    assert computed_s < served.answer_s

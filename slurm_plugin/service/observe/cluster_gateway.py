@@ -68,6 +68,8 @@ class ClusterGateway:
 
     def __init__(self, slurm: SlurmGateway, hub: Hub, clock: SystemClock, before: ClusterSnapshot | None) -> None:
         """``before``: the snapshot of the last round on record."""
+        self.read_s = 0.0
+        """Time until Slurm's last answer was there and translated, seconds."""
         self._answers_s: deque[float] = deque(maxlen=STALL_ANSWERS + 1)
         """Times that Slurm took for its last answers, seconds."""
         self.profiles = ProfileDirectory(None)
@@ -95,17 +97,14 @@ class ClusterGateway:
         """
         return min(self._answers_s) if len(self._answers_s) > STALL_ANSWERS else 0.0
 
-    @property
-    def answer_s(self) -> float:
-        """Time that Slurm took for its last answer, seconds."""
-        return self._answers_s[-1] if self._answers_s else 0.0
-
     def read(self) -> ClusterSnapshot:
         """Observe the cluster in five steps; errors of the Slurm gateway pass through."""
         # 1. Jobs and nodes as Slurm has them.
         began_s = self._clock.monotonic()
         slurms = self._slurm.read()
-        self._answers_s.append(self._clock.monotonic() - began_s)
+        self.read_s = self._clock.monotonic() - began_s
+        answer_s = getattr(self._slurm, "answer_s", None)
+        self._answers_s.append(self.read_s if answer_s is None else answer_s)
         # 2. The profiles, and the jobs that wait as they did: nothing is to be added to them.
         if self.profiles.refresh():
             for problem in self.profiles.library.problems:
