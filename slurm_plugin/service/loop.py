@@ -300,7 +300,7 @@ class Loop:
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
         # 9. Count it.
-        read_s, answer_s = times.seconds["read"], min(self._gateway.answer_s, times.seconds["read"])
+        read_s, answer_s = times.seconds["read"], min(self._gateway.read_s, times.seconds["read"])
         took_s = {**times.seconds, "read": answer_s, "merge": read_s - answer_s}
         self.on_round(report, {**took_s, "whole": self._clock.monotonic() - began_s}, memory, self._store.news)
 
