@@ -47,6 +47,8 @@ LARGE_JOBS = 5_000
 """Number of jobs above which a run says how long it will take, and fewer parts and draws are simulated unasked."""
 MOVABLE, USERS, DRAWS = (0.1, 0.25, 0.5, 1.0), (0.1, 0.5), 3
 LARGE_MOVABLE = (0.1, 0.5)
+PATIENCE_S = 120.0
+"""Time from which on the shorter ways are named."""
 MAIN = 0.5
 """The part that is spoken of first, and drawn several times; without it the last part of the jobs."""
 SHOWN = (
@@ -212,6 +214,7 @@ def run_plan(
             len(history.jobs),
         )
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
+        line += "; --sample 0.2 or --array FOLDER takes less" if high_s > PATIENCE_S else ""
         say(line.replace(NARROW, " "), err=True)
     tasks = [one.task(history, plan) for one in variants]
     outcomes = run_tasks(tasks, quiet=plan.quiet) if plan.array is None else collect(plan.array, tasks)
