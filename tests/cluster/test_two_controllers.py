@@ -217,17 +217,19 @@ def test_a_lost_controller_is_restored_on_the_other_machine_and_what_was_ours_is
     saved = "/home/shared/cadenza.tar.gz"
     both.service("ctl2", "stop", "cadenzad")
     both.exec("ctl2", "sh", "-c", "rm -rf /var/lib/cadenzad/cadenza.db*")
-    jobs = [both.paced(name, iterations=4000) for name in ("one", "two")]
+    jobs = [both.paced(name, iterations=40_000) for name in ("one", "two")]
     wait_for("turns", lambda: "SUSPENDED" in {both.state(job) for job in jobs}, 90)
     both.exec("ctl", "touch", "/etc/cadenza/STOP")  # the turn that the backup knows is the last one
     before = rounds(both)
     wait_for("rounds that do nothing", lambda: rounds(both) > before + 2)
     both.cadenza("backup", saved)
+    time.sleep(SAVED_S)
     both.power("ctl", "kill")
     both.controller = "ctl2"
     wait_for("the backup slurmctld", lambda: both.job(jobs[0]), TAKEOVER_S)
     assert "/var/lib/cadenzad/cadenza.db" in both.cadenza("backup", saved, "--restore", "--dry-run").stdout
     both.cadenza("backup", saved, "--restore")
+    assert "SUSPENDED" in {both.state(job) for job in jobs}
     both.cadenza("release", "--all")
     wait_for("both running", lambda: {both.state(job) for job in jobs} == {"RUNNING"})
     both.ctl("scancel", *map(str, jobs))
