@@ -684,7 +684,7 @@ TIMEFORMAT='squeue %R s, its own %U s'
 sdiag --reset >/dev/null
 for one in 1 2 3 4 5; do time squeue --all --states=all --json >/tmp/jobs.json; done
 stat -c 'text: %s bytes' /tmp/jobs.json
-echo "jobs: $(grep -c '"job_id":' /tmp/jobs.json)"
+echo "jobs: $(grep -c '"restart_cnt":' /tmp/jobs.json)"
 sdiag | grep -m1 JOB_INFO
 """
 
@@ -700,11 +700,11 @@ def measure_list(count: int) -> None:
 
     subprocess.run([here / "up", *name, "--nodes", "2", "--lanes", "1", "--no-cadenza"], check=True)
     try:
-        # Tasks of an array are one record until one of them is changed by itself.
+        # Tasks of an array are one record until some of them are changed by themselves.
         array, comment = 1000, json.dumps({"cadenza": {"v": 1, "share": True}})
         inside("alice", f"for one in $(seq {count // array}); do sbatch --array=0-{array - 1} --gres=gpu:1 --mem=500"
                f" --time=60 --comment='{comment}' --wrap 'sleep 3600' >/dev/null; done")  # fmt: skip
-        inside("root", f"for one in $(squeue -h -o %F | sort -u); do scontrol update JobId=${{one}}_[0-{array - 1}]"
+        inside("root", f"for one in $(squeue -h -o %F | sort -u); do scontrol update JobId=${{one}}_[0-{array - 2}]"
                " Nice=1; done")  # fmt: skip
         print(inside("root", LISTED))
     finally:
