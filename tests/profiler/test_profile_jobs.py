@@ -56,9 +56,9 @@ def test_a_job_of_two_ranks_without_a_line_of_ours_counts_two(tmp_path):
 def test_a_computed_memory_point_beside_a_measured_one(tmp_path):
     """With storage of 4 MB/s and half of the 13 MB cached, a step waits for storage in both; the error is printed."""
     (tmp_path / "data").mkdir()
-    slow = ("--storage-mb-s", "4")
+    slow, cpus = ("--storage-mb-s", "4"), ("--cpus", len(own_cpus()))
     images = ("--", sys.executable, ROOT / "examples/profile/images.py", "--data", tmp_path / "data", *slow)
-    size = ("--dataset", tmp_path / "data", "--set", "samples=256", "--set", "storage-mb-s=4", "--cpus", len(own_cpus()))
+    size = ("--dataset", tmp_path / "data", "--set", "samples=256", "--set", "storage-mb-s=4", *cpus)
     point = profiled(tmp_path, *size, "--set", "memory=0.0065", "--set", "point-s=8", *images)["cache_gb"]["0.0065"]
     error = point["computed_s"] / point["measured_s"] - 1
     print(f"computed {point['computed_s']:.3f} s, measured {point['measured_s']:.3f} s, error {error:+.1%}")
