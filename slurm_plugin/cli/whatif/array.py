@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import shlex
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -78,7 +79,7 @@ def _packed(value: object) -> bytes:
 def _decoded(file: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=kind)
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise InputError(f"{file}: {error}") from None
 
 
@@ -93,7 +94,10 @@ def _submitted(folder: Path) -> int | None:
     file = folder / "job"
     if not file.exists():
         return None
-    job = int(file.read_text())
+    try:
+        job = int(file.read_text())
+    except ValueError:
+        raise InputError(f"{file}: it is not the number of a job") from None
     try:
         left = answer_of(("squeue", "--noheader", f"--jobs={job}", "--format=%i"), TIMEOUT_S)
     except SlurmUnavailable:  # Slurm has forgotten it
