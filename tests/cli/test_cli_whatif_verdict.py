@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 from pathlib import Path
@@ -34,11 +35,11 @@ def rows(jobs: int = 104, late_s: int = 0) -> list[str]:
     return found
 
 
-def whatif(folder: Path, lines: list[str], *words: str) -> Result:
+def whatif(folder: Path, lines: list[str], *words: str, code: int = 0) -> Result:
     (folder / "jobs.txt").write_text("\n".join((HEAD, *lines)) + "\n")
     given = ["whatif", "--quiet", "--sacct", str(folder / "jobs.txt"), "--nodes", "1x4:16:64", *words]
     result = CliRunner().invoke(main, given)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result
 
 
@@ -151,6 +152,16 @@ def test_an_array_of_slurm_runs_the_simulations_and_missing_ones_again(tmp_path,
     assert "log-1.txt says why" in said
     assert [line.split("--array=")[1].split()[0] for line in (folder / "sbatch.txt").open()] == ["0,1", "1"]
     assert whatif(tmp_path, rows(), *words, "--array", str(folder)).output == alone
+    # Spoilt files are named: a result that was cut off, of another kind or not packed, and the job's number.
+    whole = (folder / "result-1.json.gz").read_bytes()
+    for spoilt in (whole[:40], whole[:10] + b"\xff" * 40, gzip.compress(b"[]"), b"no gzip"):
+        (folder / "result-1.json.gz").write_bytes(spoilt)
+        refused = whatif(tmp_path, rows(), *words, "--array", str(folder), code=2).output
+        assert refused.startswith("cadenza: ") and "result-1.json.gz: " in refused
+    (folder / "result-1.json.gz").unlink()
+    (folder / "job").write_text("seventeen\n")
+    refused = whatif(tmp_path, rows(), *words, "--array", str(folder), code=2).output
+    assert refused.endswith("/job: it is not the number of a job\n")
     other = CliRunner().invoke(main, ["whatif", "--sacct", str(tmp_path / "jobs.txt"), "--nodes", "1x8:16:64",
                                       "--array", str(folder)])  # fmt: skip
     assert (other.exit_code, other.output.count("has another what-if")) == (2, 1)

@@ -176,7 +176,9 @@ def below(profile, *, recursive=False):
 
 @pytest.mark.slow
 def test_a_terminated_profile_ends_its_command(tmp_path):
-    with profiling(tmp_path, "--within", "0.001", "--cpus", "1", "--", sys.executable, str(STEPS), "0.002") as profile:
+    with profiling(
+        tmp_path, "--set", "within=0.001", "--cpus", "1", "--", sys.executable, str(STEPS), "0.002"
+    ) as profile:
         children = until("its command", profile, lambda: [
             child for child, words in below(profile) if str(STEPS) in words
         ])  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from cadenza.profiler.errors import CommandFailedError
 from cadenza.profiler.measure.environment import model_of
 from cadenza.profiler.measure.offline_run import Offline, Request
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.main import main
 
 ATTACHES = "from cadenza.sidecar import client; client.attach(); client.boundary()"
 
@@ -37,3 +39,9 @@ def test_a_command_that_ends_early_is_told_what_it_lacks(tmp_path, script, reaso
 )
 def test_a_profile_is_named_after_the_script(words, name):
     assert model_of(tuple(words.split())) == name
+
+
+def test_an_option_that_there_is_not_is_no_command():
+    refused = CliRunner().invoke(main, ["profile", "run", "--within", "1", "--", "python", "train.py"])
+    assert refused.exit_code == 2
+    assert "no option --within: see cadenza profile run --help" in refused.output

@@ -85,9 +85,12 @@ def run(**words: Any) -> None:
     Cadenza starts the command, measures it and ends it, so let it train long enough. The finished points and the
     command's output (.log) are kept next to the profile.
     """
-    from cadenza.profiler.plot import require  # noqa: PLC0415 (slow, like all below)
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
+    from cadenza.profiler.plot import require  # noqa: PLC0415
 
     options = SimpleNamespace(**words)
+    if options.words[0].startswith("-") and options.words[0] != "--":
+        raise InputError(f"no option {options.words[0]}: see cadenza profile run --help; the command comes after --")
     if options.png is not None:
         require()
     end_on_sigterm()
