@@ -19,6 +19,7 @@ from cadenza.policies.core.actions import (
     RemoveNode,
     SetFactor,
     Unsuspend,
+    WeighNode,
     Yield,
 )
 from cadenza.policies.core.decision import Memory
@@ -134,8 +135,9 @@ class Guard:
     def _node(self, node: Node | None, action: NodeAction) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
-        if isinstance(action, RemoveNode):
-            return f"scope: {node.name} is no lane on demand that is drained"
+        if isinstance(action, RemoveNode | WeighNode):
+            weighed = isinstance(action, WeighNode) and node.dynamic and node.lane
+            return None if weighed else f"scope: {node.name} is no lane on demand that is drained"
         if isinstance(action, OpenNode) and reopens(node, self.settings.partitions):
             return None
         if node.lane == 0:

@@ -223,7 +223,16 @@ class RemoveNode:
     reason: str
 
 
-NodeAction: TypeAlias = DrainNode | OpenNode | RemoveNode
+@dataclass(frozen=True, slots=True)
+class WeighNode:
+    """Set a node's Weight: Slurm starts jobs on the nodes of least weight first (slurm.conf(5), Weight)."""
+
+    node: str
+    weight: int
+    reason: str
+
+
+NodeAction: TypeAlias = DrainNode | OpenNode | RemoveNode | WeighNode
 
 Action: TypeAlias = (
     Yield
@@ -245,6 +254,7 @@ Action: TypeAlias = (
     | DrainNode
     | OpenNode
     | RemoveNode
+    | WeighNode
 )
 
 

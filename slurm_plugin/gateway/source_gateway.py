@@ -25,6 +25,7 @@ from cadenza.policies.core.actions import (
     Size,
     Suspend,
     Unsuspend,
+    WeighNode,
 )
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar import clock
@@ -129,7 +130,7 @@ class SlurmGateway:
                 self._place(action)
             case Size(job=key, cpus=cpus, memory_mb=memory_mb):
                 self._job(f"size job {key}", "size", key, cpus=cpus, memory=memory_mb)
-            case DrainNode() | OpenNode() | RemoveNode():
+            case DrainNode() | OpenNode() | RemoveNode() | WeighNode():
                 self._act_on_node(action)
             case _:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
@@ -142,6 +143,8 @@ class SlurmGateway:
                 self._ask(f"open node {name}", "undrain", node=name, drain=drain)
             case RemoveNode(node=name):
                 self._ask(f"remove node {name}", "remove", node=name)
+            case WeighNode(node=name, weight=weight):
+                self._ask(f"weigh node {name} with {weight}", "weigh", node=name, weight=weight)
 
     def _make_way(self, action: MakeWay) -> None:
         """Requeue jobs with their factors; the error names those that had left their GPUs already."""

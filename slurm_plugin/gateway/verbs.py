@@ -153,7 +153,7 @@ class Verbs:
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
             "factor": self.factor, "make_way": self.make_way,
             "release": self.release, "size": self.size, "place": self.place, "resize": self.resize,
-            "drain": self.drain, "undrain": self.undrain, "remove": self.remove,
+            "drain": self.drain, "undrain": self.undrain, "remove": self.remove, "weigh": self.weigh,
         }  # fmt: skip
 
     def answer(self, request: Request) -> dict[str, Any]:
@@ -386,6 +386,14 @@ class Verbs:
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
         self._nodes.forget()
         self._slurm.change_node(node.name, {"state": "UNDRAIN"})
+
+    def weigh(self, request: Request) -> None:
+        """Set the ``weight`` of a dynamic node."""
+        node = self._slurm.node(request["node"])
+        if DYNAMIC not in node.state:
+            raise Stale(f"node {node.name} is no dynamic node: it is {node.state}")
+        self._nodes.forget()
+        command("scontrol", "update", f"NodeName={node.name}", f"Weight={int(request['weight'])}")
 
     def remove(self, request: Request) -> None:
         """Delete a drained dynamic node without jobs; with only a suspended one Slurm itself would do it."""

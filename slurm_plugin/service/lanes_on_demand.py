@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cadenza.policies.core.model import ClusterSnapshot, Host, Node
+from cadenza.policies.sharing.turns.lanes import WEIGHT_STEP
 from cadenza.sidecar.bounds import Name
 from cadenza.sidecar.orders import LaneOrder
 from cadenza.slurm_plugin.service import request_files
@@ -26,8 +27,6 @@ BASE_PORT = 6830
 """The slurmd of lane k listens on the port k above it, or on the next free one where slurm.conf names its port.
 
 Slurm's own daemons have 6817 to 6820."""
-WEIGHT_STEP = 100
-"""By this much the Weight of a lane exceeds that of the lane below it: Slurm fills lane 0 of all hosts first."""
 MIN_MEMORY = 0.25
 """Least memory of a lane, as a part of lane 0's."""
 

@@ -157,7 +157,8 @@ def test_an_array_of_slurm_runs_the_simulations_and_missing_ones_again(tmp_path,
     for spoilt in (whole[:40], whole[:10] + b"\xff" * 40, gzip.compress(b"[]"), b"no gzip"):
         (folder / "result-1.json.gz").write_bytes(spoilt)
         refused = whatif(tmp_path, rows(), *words, "--array", str(folder), code=2).output
-        assert refused.startswith("cadenza: ") and "result-1.json.gz: " in refused
+        assert refused.startswith("cadenza: ")
+        assert "result-1.json.gz: " in refused
     (folder / "result-1.json.gz").unlink()
     (folder / "job").write_text("seventeen\n")
     refused = whatif(tmp_path, rows(), *words, "--array", str(folder), code=2).output

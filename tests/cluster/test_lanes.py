@@ -78,6 +78,8 @@ def test_a_lane_comes_on_request_with_the_hardware_of_lane_0_and_jobs_take_turns
     wait_for("the lane in a round", lambda: [row["state"] for row in listed(cluster)] == ["open"], 10)
     assert [(row["node"], row["on_demand"]) for row in listed(cluster)] == [(LANE, True)]
     jobs = [start(cluster, "first", "node1", 250), start(cluster, "second", LANE, 250)]
+    # Beside jobs that have had little, the lane comes after those of other hosts.
+    wait_for("the lane's weight", lambda: "Weight=108" in cluster.ctl("scontrol", "-o", "show", "node", LANE), 10)
     cluster.wait_done(*jobs)
     for job in jobs:
         assert cluster.sql(f"select count(*) from switches where kind = 'yield' and job = {job}")[0][0] > 0

@@ -23,6 +23,7 @@ from cadenza.policies.core.actions import (
     Size,
     Suspend,
     Unsuspend,
+    WeighNode,
     Yield,
 )
 from cadenza.policies.core.model import JobKey, Share
@@ -67,6 +68,7 @@ def is_alive(pid: int) -> bool:
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
         (OpenNode("ours", "r"), "node ours {'state': 'UNDRAIN'}"),
         (RemoveNode("lane", "r"), "scontrol delete NodeName=lane"),
+        (WeighNode("lane", 103, "r"), "scontrol update NodeName=lane Weight=103"),
     ],
 )
 def test_each_action_is_one_call(gateway_with: MakeGateway, calls: Calls, action: object, call: str) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import cluster, job, key, node
+from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.core.actions import DrainNode, OpenNode, Release, RemoveNode
+from cadenza.policies.core.actions import DrainNode, OpenNode, Release, RemoveNode, WeighNode
 from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import Host, Progress
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.turns.lanes import lane_actions
 
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
 OBSERVE = replace(APPLY, enforce=False)
+RULES = GuardSettings(partitions=frozenset({"gpu"}), enforce=True)
 LANE = node(lane=1, dynamic=True)
+HAD = Progress(at_s=NOW, attained_s=200.0)
 SHUT = replace(LANE, drained=True, drain_reason="cadenza: the lane is not wanted any more")
 
 
@@ -92,3 +96,33 @@ def test_a_job_that_needs_a_lane_is_released_once_it_is_there_again():
 def test_a_job_that_slurm_or_its_owner_holds_for_another_reason_stays_held(change):
     """Among them: one of two lanes is there; lane 0 would do, so that the cause is another one; it may not have it."""
     assert acts(replace(WAITS, **change), lanes=1) == []
+
+
+def test_a_lane_over_jobs_that_have_had_more_weighs_less():
+    """Slurm starts the next job there: those of the lowest level keep their GPUs longest."""
+    lanes = tuple(
+        node(name, lane, dynamic=True, weight=1 + 100 * lane) for name in ("node2", "node1") for lane in (1, 2)
+    )
+    wanted = tuple(Host(name, agent_alive=True, further_lanes=2) for name in ("node1", "node2"))
+    long = job(1, gpus=4, progress=HAD, lease=lease("held", 0, 1, 2, 3))
+    short = job(2, nodes=("node2",), progress=HAD, lease=lease("held", 0, hosts=("node2",)))
+    found = replace(cluster(long, short, nodes=(node(), node("node2"), *lanes)), hosts=wanted)
+    actions = [one for one in lane_actions(found, Memory(), APPLY) if isinstance(one, WeighNode)]
+    weights = {one.node: one.weight for one in actions}
+    assert weights["node1-l1"] < weights["node2-l1"] < weights["node1-l2"] < weights["node2-l2"]
+    assert "level 1 of attained GPU time" in actions[-1].reason
+    assert [guard([one], found, Memory(), RULES)[0].allowed for one in actions] == [True] * 4
+    # Lanes that have their weights, those of slurm.conf, those without jobs beside them, and observe-only: none.
+    stay = tuple(replace(lane, weight=weights[lane.name]) for lane in lanes)
+    assert not lane_actions(replace(found, nodes=(*found.nodes[:2], *stay)), Memory(), APPLY)
+    static = tuple(replace(lane, dynamic=False) for lane in lanes)
+    for other in (replace(found, nodes=(*found.nodes[:2], *static)), replace(found, jobs=())):
+        assert not [one for one in lane_actions(other, Memory(), APPLY) if isinstance(one, WeighNode)]
+    assert not [one for one in lane_actions(found, Memory(), OBSERVE) if isinstance(one, WeighNode)]
+
+
+def test_only_a_lane_on_demand_is_weighed():
+    for name in ("node1", "node1-l1", "gone"):
+        action = WeighNode(name, 5, "")
+        found = cluster(nodes=(node(), node(lane=1)))
+        assert guard([action], found, Memory(), RULES)[0].reason.startswith("scope")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode
+from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode, WeighNode
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, Node
+from cadenza.policies.ordering.levels import THRESHOLDS, level_of
+from cadenza.policies.ordering.ranking import attained_service
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
@@ -14,6 +16,10 @@ from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
 OUR_DRAIN = "cadenza:"
 """Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
 CLOSES = "the lane is not wanted any more"
+WEIGHT_STEP = 100
+"""By this much the Weight of a lane exceeds that of the lane below it: Slurm fills lane 0 of all hosts first."""
+MOST_WEIGHED = 8
+"""Most lanes that get another Weight in a round: each is an RPC."""
 
 
 def drain_or_open_lanes(state: SharingState) -> None:
@@ -59,7 +65,38 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
         elif (not node.lane or not reason) and reopens(node, opens) and node.name not in leaving:
             reason = f"Slurm drained it by itself ({node.drain_reason}), and no job ends there"
             actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
-    return tuple(actions)
+    return *actions, *(_weighed_lanes(snapshot) if settings.enforce else ())
+
+
+def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:
+    """Return new weights of lanes on demand: Slurm starts a waiting job where those that make room have had most.
+
+    Among lanes of equal weight it takes the one whose slurmd registered first, whoever has the GPUs there.
+    """
+    lanes = [node for node in snapshot.nodes if node.lane and node.dynamic and node.takes_jobs]
+    if not lanes:
+        return []
+    # 1. What each GPU's jobs have had: the highest of their levels of attained GPU time.
+    had: dict[str, dict[Gpu, int]] = {}
+    for job in snapshot.jobs:
+        reached = level_of(attained_service(job, snapshot.time_s)) if job.lease is not None else 0
+        for gpu in job.lease.gpus if job.lease is not None else ():
+            on_host = had.setdefault(gpu.host, {})
+            on_host[gpu] = max(on_host.get(gpu, 0), reached)
+    # 2. The more the GPUs of a host have given, the less its lanes weigh; without jobs there they stay as they are.
+    firsts = {node.host: node for node in snapshot.nodes if node.lane == 0 and node.gpus and had.get(node.host)}
+    found: list[tuple[int, WeighNode]] = []
+    for node in lanes:
+        if (first := firsts.get(node.host)) is None:
+            continue
+        level = sum(had[node.host].values()) // first.gpus
+        weight = first.weight + WEIGHT_STEP * node.lane + len(THRESHOLDS) - level
+        if weight != node.weight:
+            reason = f"jobs of level {level} of attained GPU time have the GPUs of {node.host}"
+            found.append((abs(weight - node.weight), WeighNode(node.name, weight, reason)))
+    # 3. Those that are furthest from their place first.
+    found.sort(key=lambda one: (-one[0], one[1].node))
+    return [action for _, action in found[:MOST_WEIGHED]]
 
 
 def _lanes_over_stuck_jobs(snapshot: ClusterSnapshot) -> dict[str, str]:
