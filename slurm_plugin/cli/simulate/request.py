@@ -153,8 +153,13 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         trace = trace and tuple(_of_any_type(trace, nodes))
     # 3. Time, costs and faults.
     static = trace is not None and not any(job.submit_s for job in trace)
-    setup = _setup(words, names, profiles, nodes, lanes, synergy=synergy, static=static)
-    setup = replace(setup, queue=queue)
+    setup = replace(
+        _setup(words, names, profiles, nodes, synergy=synergy),
+        first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
+        lanes=lanes,
+        lease_times=lanes > 1 or names.share != "preemption",
+        queue=queue,
+    )
     if site is not None:
         setup = replace(setup, load=site.load, backfill=site.backfill)
     # 4. The policy, with the costs of the simulation as those that it expects.
@@ -192,28 +197,21 @@ def _setup(
     names: Names,
     profiles: Mapping[str, Profile],
     nodes: tuple[Node, ...],
-    lanes: int,
     *,
     synergy: bool,
-    static: bool,
 ) -> Setup:
-    """Return time, costs and faults of the simulation; ``static``: all jobs are there from the start."""
+    """Return time, costs and faults of the simulation."""
     failures, costs, interference = words["failures"], words["costs"], words["interference"]
     shared = names.share != "none"
     pairs = packing_pairs(profiles, gandiva_table1()) if shared else {}
     if interference is not None:
         pairs = read_interference(read_file(interference, "--set interference"), interference)
-    if synergy:
-        priced = FREE_COSTS
-    else:
-        priced = read_costs(read_file(costs, "--set costs"), costs) if costs else default_costs()
+    priced = read_costs(read_file(costs, "--set costs"), costs) if costs else default_costs()
     checkpoint_s = words["checkpoint"] or ("0" if synergy else CHECKPOINT_S)
     return Setup(
         round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--set round", SHORTEST_ROUND_S, 1e9),
-        first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
-        costs=priced,
+        costs=FREE_COSTS if synergy else priced,
         synergy=synergy,
-        lanes=lanes,
         rounds_on_events=shared,
         until_done=_window(words["window"]),
         failures=read_failures(read_file(failures, "--set failures"), failures, nodes) if failures else (),
@@ -222,7 +220,6 @@ def _setup(
         place=not names.through_slurm,
         backfill=SLURM,
         phased_moves=names.through_slurm,
-        lease_times=lanes > 1 or names.share != "preemption",
     )
 
 
