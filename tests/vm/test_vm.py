@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from virtual_machine import OUTAGE, PATIENCE_S, Machine, phase
+from virtual_machine import OUTAGE, PAGE, PATIENCE_S, Machine, phase
 
 from cluster import SHARED, wait_for
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
-UNITS = ("slurmctld", "slurmd@node1", "slurmd@node1-l1", "cadenzad", "cadenza-agent")
+UNITS = ("slurmctld", "slurmd@node1", "slurmd@node1-l1", "cadenzad", "cadenza-web", "cadenza-agent")
 OUTAGE_S = 20
 """Time without an agent; longer than a slice."""
 EXPOSURE = 4.0
-"""Most that `systemd-analyze security` may say of cadenzad."""
+"""Most that `systemd-analyze security` may say of a unit that does not run as root."""
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,20 @@ def test_cpus_follow_the_profile_in_the_cpuset_of_the_jobs_group_and_come_back_f
     idle.service("", "start", "cadenza-agent")
 
 
+def test_the_web_unit_shows_users_their_own_jobs_and_the_group_of_the_store_all(idle: Machine) -> None:
+    job = idle.sbatch("--mem=100", "--gres=gpu:1", "--job-name=of-alice", command="sleep 600")
+
+    def page(path: str, user: str) -> str:
+        return idle.ctl("python3", "-c", PAGE, path, user=user)
+
+    wait_for("the job on the page", lambda: "of-alice" in page("/", "alice"), PATIENCE_S)
+    assert "alice, own jobs" in page(f"/jobs/{job}", "alice")
+    assert "nothing on record of a job of yours" in page(f"/jobs/{job}", "bob")
+    for user in ("root", "cadenza"):
+        assert f"{user}, all jobs" in page("/", user)
+        assert "of-alice" in page(f"/jobs/{job}", user)
+
+
 def test_systemd_starts_an_agent_again_that_hangs(idle: Machine) -> None:
     before = idle.shows("cadenza-agent", "MainPID")
     idle.ctl("systemctl", "kill", "--kill-whom=main", "--signal=STOP", "cadenza-agent")
@@ -116,7 +130,7 @@ def test_systemd_starts_an_agent_again_that_hangs(idle: Machine) -> None:
     assert "Watchdog timeout" in idle.ctl("journalctl", "--no-pager", "-u", "cadenza-agent")
 
 
-@pytest.mark.parametrize("unit", ["cadenzad", "cadenza-agent"])
+@pytest.mark.parametrize("unit", ["cadenzad", "cadenza-web", "cadenza-agent"])
 def test_a_unit_stops_starts_and_restarts(idle: Machine, unit: str) -> None:
     idle.service("", "stop", unit)
     assert idle.shows(unit, "ActiveState") == "inactive"
@@ -130,8 +144,8 @@ def test_a_unit_stops_starts_and_restarts(idle: Machine, unit: str) -> None:
 
 def test_units_are_confined(machine: Machine, measured: Callable[[str], None]) -> None:
     exposure = {}
-    for unit in ("cadenzad", "cadenza-agent"):
+    for unit in ("cadenzad", "cadenza-web", "cadenza-agent"):
         lines = machine.ctl("systemd-analyze", "security", "--no-pager", f"{unit}.service").splitlines()
         exposure[unit] = float(lines[-1].partition(": ")[2].split()[0])
     measured(f"exposure by systemd-analyze security: {exposure}")
-    assert exposure["cadenzad"] <= EXPOSURE
+    assert max(exposure["cadenzad"], exposure["cadenza-web"]) <= EXPOSURE

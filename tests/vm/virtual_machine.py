@@ -19,6 +19,15 @@ BOOT_S = 600
 """The first run makes the image and the disk; without KVM a boot takes a minute or two."""
 PATIENCE_S = 240
 """An emulated processor takes many times as long for everything."""
+PAGE = """
+import http.client, socket, sys
+link = http.client.HTTPConnection("localhost")
+link.sock = socket.socket(socket.AF_UNIX)
+link.sock.connect("/run/cadenza-web/web.sock")
+link.request("GET", sys.argv[1])
+print(link.getresponse().read().decode())
+"""
+"""Prints a page of the unit cadenza-web."""
 GROUP = """
 import json, pathlib, sys
 group = pathlib.Path("/sys/fs/cgroup") / pathlib.Path(f"/proc/{sys.argv[1]}/cgroup").read_text().strip()[4:]
