@@ -11,8 +11,8 @@ SiteFactor is left on record of a job that is over. Exit code 1, with a timeline
 broken.
 
 With --outages, one fault at a time holds for its length on a fresh cluster, until all is well again: a network that is
-cut, a host that is lost and comes back, a full disk, a clock that is an hour off, a slurmctld that is away. The same
-rules hold, and `cadenza top`, `why` or `doctor` must name the fault in words.
+cut, a host that is lost and comes back, a full disk, checkpoints that hang, a clock that is off, a daemon that is away
+or stopped. The same rules hold, and `cadenza top`, `why` or `doctor` must name the fault in words.
 """
 
 from __future__ import annotations

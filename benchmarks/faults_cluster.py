@@ -204,11 +204,14 @@ class FaultRun:
         host, program = event.target.split(":")
         if program == "client":
             return self._kill_client(host, event.draw)
+        return "" if self.signal(host, program, "KILL") else "was not running"
+
+    def signal(self, host: str, program: str, name: str) -> bool:
+        """Send a daemon a signal; return whether it runs."""
         lane = program.removeprefix("slurmd-lane")
         node = host if lane == "0" else f"{host}-l{lane}"
         pattern = PROGRAMS.get(program) or rf"slurmd (-D|-f \S+ -Z) -N {node}( |$)"
-        done = self._killer.exec(host, "pkill", "-9", "-P", "1", "-f", pattern, check=False)
-        return "" if done.returncode == 0 else "was not running"
+        return self._killer.exec(host, "pkill", f"-{name}", "-P", "1", "-f", pattern, check=False).returncode == 0
 
     def _kill_client(self, host: str, draw: float) -> str:
         found = self._killer.exec(host, "pgrep", "-f", f"^{PYTHON} {PLACE}/faults_job.py", check=False).stdout.split()

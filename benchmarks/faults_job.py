@@ -21,6 +21,8 @@ GPUS = Path("/dev/shm/gpus")  # noqa: S108 (of the host, as its GPUs are)
 SAVE_EVERY = 100
 """Iterations between two checkpoints that no order asked for."""
 POLL_S = 0.005
+STALLED = "stalled"
+"""File in the folder of all jobs: while it is there, no checkpoint is done, as on a file server that hangs."""
 
 
 def digest_after(name: str, iterations: int) -> str:
@@ -128,6 +130,8 @@ def train(options: argparse.Namespace, ranks: Ranks, gpus: Gpus) -> None:
     step, state = checkpoint.load(options.name)
 
     def save() -> str:
+        while (options.folder / STALLED).exists():
+            time.sleep(POLL_S)
         return checkpoint.save(step, state) if ranks.rank == 0 else str(checkpoint.path)
 
     session = client.attach()

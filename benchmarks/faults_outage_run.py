@@ -1,4 +1,4 @@
-"""One outage on a container cluster of its own: a cut network, a lost host, a full disk, a wrong clock, no slurmctld.
+"""One outage on a container cluster of its own: a network, a host, a disk, a clock or a daemon that fails.
 
 It begins while jobs run, holds for its length, and is over when everything that a site looks at is well again.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from compressed_times import compress
 from faults_cluster import SETTLE_S, TIMES_FACTOR, FaultRun, last_sample
+from faults_job import STALLED
 from faults_outages import CLOCK_STEPS, LEAD_S, SLURMD_TIMEOUT_S, Outage
 from faults_schedule import Schedule
 
@@ -28,10 +29,17 @@ LOOK_S = 1.0
 FRESH_S = 10.0
 """Oldest age of what the controller's watcher or the service's last round shows."""
 CLOCK_FILE = "/run/clock-offset"
-CLOCK_LIBRARY = "/usr/$LIB/faketime/libfaketime.so.1"
-"""The dynamic linker puts the machine's library folder in; the daemons' clock is the host's plus ``CLOCK_FILE``."""
+CLOCK = {
+    "LD_PRELOAD": "/usr/$LIB/faketime/libfaketime.so.1", "FAKETIME_TIMESTAMP_FILE": CLOCK_FILE,
+    "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
+}  # fmt: skip
+"""Variables of daemons whose clock is off by ``CLOCK_FILE``; the linker puts in the machine's library folder."""
 BAD_NODE = re.compile("DRAIN|DOWN|NOT_RESPONDING|FAIL|UNKNOWN")
-BALLAST = {"disk-store": "/var/lib/cadenzad/ballast", "disk-agents": "/var/lib/cadenza/ballast"}
+BALLAST = {
+    "disk-store": "/var/lib/cadenzad/ballast", "disk-agents": "/var/lib/cadenza/ballast",
+    "disk-slurm": "/var/spool/slurmctld/ballast", "disk-shm": "/dev/shm/ballast",  # noqa: S108 (of the host)
+}  # fmt: skip
+MOVED = "select count(*) from actions where job = {} and kind = 'Migrate' and ok = 1"
 
 
 class OutageRun(FaultRun):
@@ -66,11 +74,7 @@ class OutageRun(FaultRun):
     def _fake_clock(self, host: str) -> None:
         """Have the supervisor of a host start all its daemons under libfaketime, without an offset yet."""
         self._owner.exec(host, "sh", "-c", f"echo +0 > {CLOCK_FILE}; chmod 644 {CLOCK_FILE}")
-        variables = {
-            "LD_PRELOAD": CLOCK_LIBRARY, "FAKETIME_TIMESTAMP_FILE": CLOCK_FILE, "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
-        }  # fmt: skip
-        line = "environment=" + ",".join(f'{name}="{value}"' for name, value in variables.items())
+        line = "environment=" + ",".join(f'{name}="{value}"' for name, value in CLOCK.items())
         self._owner.exec(host, "sed", "-i", f"/^\\[supervisord\\]/a {line}", "/etc/supervisor/supervisord.conf")
         self._owner.exec(host, "supervisorctl", "reload")
 
@@ -86,8 +90,9 @@ class OutageRun(FaultRun):
             self._break()
             _sleep_until(began_s + LEAD_S + self.outage.length_s * 0.6)
             self.told = self._tell()
-            for number, step in enumerate(CLOCK_STEPS[1:] if self.outage.kind == "clock" else (), 1):
-                _sleep_until(began_s + LEAD_S + self.outage.length_s * number / len(CLOCK_STEPS))
+            steps = CLOCK_STEPS[self.outage.target] if self.outage.kind == "clock" else ()
+            for number, step in enumerate(steps[1:], 1):
+                _sleep_until(began_s + LEAD_S + self.outage.length_s * number / len(steps))
                 self._set_clock(step)
             _sleep_until(began_s + self.schedule.kills_until_s)
             self._mend()
@@ -112,30 +117,58 @@ class OutageRun(FaultRun):
                 self._engine("network", "disconnect", f"cadenza-{self._name}", f"{self._name}-{host}")
             case "host":
                 self._killer.power(host, "kill")
-            case "disk-store" | "disk-agents":
-                self._fill(host, BALLAST[self.outage.kind])
+            case "reboot":
+                self._begin_move()
+                self._killer.power(host, "kill")
+            case "saves":
+                (self.place / STALLED).touch()
             case "clock":
-                self._set_clock(CLOCK_STEPS[0])
+                self._set_clock(CLOCK_STEPS[host][0])
             case "slurmctld":
                 self._killer.service(host, "stop", "slurmctld")
+            case kind if kind in BALLAST:
+                self._fill(host, BALLAST[kind])
+            case kind:
+                self.signal(host, kind.removeprefix("stop-"), "STOP")
 
     def _mend(self) -> None:
         host = self.outage.target
         match self.outage.kind:
             case "network":
                 self._engine("network", "connect", "--alias", host, f"cadenza-{self._name}", f"{self._name}-{host}")
-            case "host":
+            case "host" | "reboot":
                 self._killer.power(host, "start")
-            case "disk-store" | "disk-agents":
-                self._killer.exec(host, "rm", BALLAST[self.outage.kind])
+            case "saves":
+                (self.place / STALLED).unlink()
             case "slurmctld":
                 self._killer.service(host, "start", "slurmctld")
+            case kind if kind in BALLAST:
+                self._killer.exec(host, "rm", BALLAST[kind])
+            case kind if kind.startswith("stop-"):
+                self.signal(host, kind.removeprefix("stop-"), "CONT")
         if self.outage.unreachable:
             self.journal.add("up", self.outage.unreachable)
         self.journal.add("mended", self.outage.name)
 
     def _engine(self, *words: str) -> None:
         subprocess.run([ENGINE, *words], check=True, stdout=subprocess.DEVNULL)
+
+    def _begin_move(self) -> None:
+        """Move jobs off the host, one after the other, until a move has begun."""
+        places = ("squeue", "-h", "-t", "R", "-w", self.outage.target, "-o", "%i %D")
+        goal = next(host for host in self.hosts if host != self.outage.target)
+
+        def begun() -> bool:
+            rows = [row.split() for row in self._killer.ctl(*places).splitlines()]
+            for number in [number for number, hosts in rows if hosts == "1"]:
+                self._killer.exec("ctl", "cadenza", "move", number, "--to", goal, check=False)
+                if self._killer.sql(MOVED.format(number))[0][0]:
+                    self.journal.add("moves", number)
+                    return True
+            return False
+
+        if not self._wait(begun, 30.0):
+            raise ClusterError("no job of the host that is to be rebooted begins to move")
 
     def _fill(self, host: str, path: str) -> None:
         """Write until the file system has no byte left."""
@@ -155,10 +188,13 @@ class OutageRun(FaultRun):
         """Return what a site is told now: of the cluster, of its health and of each job that waits."""
         commands = [("top", "--once"), ("doctor",)]
         commands += [("why", str(number)) for name, number in sorted(self.ids.items()) if self._left(name)]
+        settings = ["COLUMNS=200"]
+        if (self.outage.kind, self.outage.target) == ("clock", "ctl"):
+            settings += (f"{name}={value}" for name, value in CLOCK.items())
         shown = []
         for words in commands:
             try:
-                done = self._killer.exec("ctl", "env", "COLUMNS=200", "timeout", "90", "cadenza", *words, check=False)
+                done = self._killer.exec("ctl", "env", *settings, "timeout", "90", "cadenza", *words, check=False)
                 shown.append(f"$ cadenza {' '.join(words)}\n{done.stdout}{done.stderr}")
             except ClusterError as error:
                 shown.append(f"$ cadenza {' '.join(words)}\n{error}")

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from faults_schedule import Schedule, workload
 from faults_verdict import Finding
 
-KINDS = ("network", "host", "disk-store", "disk-agents", "clock", "slurmctld")
+KINDS = (
+    "network", "host", "reboot", "disk-store", "disk-agents", "disk-slurm", "disk-shm", "saves", "clock", "slurmctld",
+    "stop-slurmctld", "stop-slurmdbd", "stop-slurmd-lane0", "stop-cadenzad", "stop-cadenza-agent",
+)  # fmt: skip
+IN_REACH = ("disk-", "saves", "stop-slurmdbd", "stop-cadenza")
+"""Beginnings of kinds under which Slurm reaches its nodes."""
 LEAD_S = 15.0
 """Time from the first job until the outage begins."""
 MOST_SUBMITTED_S = 75.0
@@ -19,15 +24,22 @@ LOAD = 1.1
 """GPU seconds of the jobs over those of the hosts while they are submitted: more than fit, so that jobs take turns."""
 SLURMD_TIMEOUT_S = 30
 """Slurm's patience with a silent slurmd: one network cut is shorter; the other and the lost host are longer."""
-CLOCK_STEPS = ("+3600", "-3600", "+0")
-"""Seconds by which the clock of one host's daemons is off, each for an equal part of the outage."""
+STOPPED_S = 75.0
+"""For this long a daemon has SIGSTOP, and no checkpoint is done."""
+CLOCK_STEPS = {"node1": ("+3600", "-3600", "+0"), "ctl": ("+90", "-90", "+0")}
+"""Seconds by which the clock of one host's daemons is off, each for an equal part of the outage.
+
+On the controller more than the minute for which Slurm's time is trusted, and not an hour: a job that Slurm requeues may
+start at a time of its clock, and waits for that time when the clock goes back.
+"""
 COLUMNS = ("fault", "where", "length", "all well after", "all jobs ended after", "jobs", "findings")
 
 
 class Outage(NamedTuple):
     """One fault: what fails, where, for how long (seconds), and the words by which a site must be told.
 
-    ``words`` is a pattern that ``cadenza top``, ``why`` or ``doctor`` must match while the fault holds.
+    ``words`` is a pattern that ``cadenza top``, ``why`` or ``doctor`` must match while the fault holds; empty where
+    nothing of Cadenza needs what fails.
     """
 
     kind: str
@@ -43,23 +55,32 @@ class Outage(NamedTuple):
     @property
     def unreachable(self) -> str:
         """What Slurm cannot reach, as the journal of kills names it; empty if Slurm itself is not affected."""
-        if self.kind.startswith("disk"):
+        if self.kind.startswith(IN_REACH):
             return ""
         return "ctl:slurmctld" if self.target == "ctl" else f"{self.target}:slurmd"
 
 
 def outages(only: Collection[str] = KINDS, slurmctld_s: float = 300.0) -> tuple[Outage, ...]:
     """Return the outages of these kinds, in order; slurmctld is away for ``slurmctld_s`` seconds."""
-    silent = r"agent (of|on) {}\b.*(silent|does not report)"
+    silent, away = r"agent (of|on) {}\b.*(silent|does not report)", "(?i)slurmctld.*not answer|unable to contact slurm"
     every = (
         Outage("network", "node1", 0.6 * SLURMD_TIMEOUT_S, silent.format("node1")),
         Outage("network", "node1", 3.0 * SLURMD_TIMEOUT_S, silent.format("node1")),
         Outage("network", "ctl", 2.0 * SLURMD_TIMEOUT_S, silent.format("node1") + "|no round for"),
         Outage("host", "node2", 3.0 * SLURMD_TIMEOUT_S, silent.format("node2")),
+        Outage("reboot", "node1", 20.0, silent.format("node1")),
         Outage("disk-store", "ctl", 45.0, r"(?i)disk of \S+ is full"),
         Outage("disk-agents", "node1", 45.0, r"(?i)node1\b.*no space left"),
-        Outage("clock", "node1", 40.0 * len(CLOCK_STEPS), r"node1\b.*\bclock"),
-        Outage("slurmctld", "ctl", slurmctld_s, "(?i)slurmctld.*not answer|unable to contact slurm"),
+        Outage("disk-slurm", "ctl", 45.0, "(?i)StateSaveLocation.* full"),
+        Outage("disk-shm", "node1", 45.0, ""),
+        Outage("saves", "hosts", STOPPED_S, "checkpoint.*overdue|did not (stop|reach)"),
+        *(Outage("clock", host, 40.0 * len(steps), r"node1\b.*\bclock") for host, steps in CLOCK_STEPS.items()),
+        Outage("slurmctld", "ctl", slurmctld_s, away),
+        Outage("stop-slurmctld", "ctl", STOPPED_S, away),
+        Outage("stop-slurmdbd", "ctl", STOPPED_S, ""),
+        Outage("stop-slurmd-lane0", "node1", STOPPED_S, "node1.*(?i:down|not respond)"),
+        Outage("stop-cadenzad", "ctl", STOPPED_S, "no round for"),
+        Outage("stop-cadenza-agent", "node1", STOPPED_S, silent.format("node1")),
     )
     return tuple(outage for outage in every if outage.kind in only)
 

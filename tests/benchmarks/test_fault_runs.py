@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,7 +145,13 @@ def test_outages_are_one_of_each_kind_and_their_jobs_are_the_seeds_alone() -> No
     assert {outage.kind for outage in every} == set(KINDS)
     assert len({outage.name for outage in every}) == len(every)
     assert {outage.target for outage in every if outage.kind == "network"} == {"node1", "ctl"}
-    assert [outage.kind for outage in outages(["clock", "host"])] == ["host", "clock"]
+    assert [outage.name for outage in outages(["clock", "host"])] == [
+        "host-node2-90s",
+        "clock-node1-120s",
+        "clock-ctl-120s",
+    ]
+    reached = {outage.kind for outage in every if not outage.unreachable}
+    assert reached == {kind for kind in KINDS if re.match("disk|saves|stop-slurmdbd|stop-cadenza", kind)}
     (away,) = outages(["slurmctld"], 20.0)
     assert away.length_s == 20.0
     first = plan_outage(3, away, 2, 4)
