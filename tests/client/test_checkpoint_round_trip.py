@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +384,41 @@ def test_what_a_keeper_has_inside_another_object_is_in_it(
     monkeypatch.setattr(round_trip, "_told", set())
     Job(tmp_path, Wrapped).train(20)
     assert "will not bring back" not in caplog.text
+
+
+class Files(Mapping[str, bytes]):
+    """Values that are files, which nobody wants to have read."""
+
+    def __getitem__(self, name: str) -> bytes:
+        raise OSError(f"{name}: the file server is away")
+
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("the file server is away")
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Refuses:
+    """A proxy that reads no attribute before it is connected."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("not connected")
+
+
+@pytest.mark.parametrize("make", [Files, Refuses, lambda: classmethod(len)], ids=["files", "proxy", "classmethod"])
+def test_an_odd_object_in_a_model_ends_no_training_and_hides_no_other(
+    tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_trip, "_told", set())
+    monkeypatch.setattr("cadenza.sidecar.client.session.save_points.REST", 2)
+    job = Job(tmp_path)
+    job.model.odd = [make()]
+    job.train(20)
+    if make is not Refuses:
+        made_anew(job)
+        job.train()
+        assert LATER[made_anew] in caplog.text
 
 
 def test_an_optimizer_without_state_is_looked_into_less_and_less_often(

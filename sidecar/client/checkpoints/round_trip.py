@@ -15,6 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -268,13 +269,13 @@ def objects_in(thing: Any, kind: type, known: Iterable[int] = ()) -> Iterator[An
         if isinstance(one, torch.Tensor):
             todo += [one.grad] if one.is_leaf and one.grad is not None else []
             continue
-        if isinstance(one, Mapping):
-            todo += [*one.keys(), *one.values()]
+        if isinstance(one, dict):  # another mapping may read a file for each of its values
+            todo += [*dict.keys(one), *dict.values(one)]
         elif isinstance(one, (list, tuple, set, frozenset, collections.deque)):
             todo += [*one]
         todo += [*getattr(one, "__dict__", {}).values()]
         todo += [getattr(one, slot, None) for slot in _slots(type(one))]
-        todo += [one.__self__] if hasattr(one, "__func__") else []
+        todo += [one.__self__] if isinstance(one, MethodType) else []
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -356,9 +357,14 @@ class LeftOut:
         self._next = RARER * self._samples
         self._known.update(stepping)
         try:
-            kept = _reached(held)
+            self._compare(stepping, held)
         except NotTriedError:
             return
+        except Exception as error:  # noqa: BLE001 - it runs in the user's step, reads the user's objects, and only warns
+            _log.debug("what a restore leaves out is not known: %s: %s", type(error).__name__, error)
+
+    def _compare(self, stepping: Sequence[optim.Optimizer], held: Iterable[object]) -> None:
+        kept = _reached(held)
         for optimizer in stepping:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             absent = sum(id(param) not in kept for param in params)
