@@ -258,10 +258,11 @@ class Loop:
         # 1. Put the agents' reports since the last round on record.
         self._record()
         # 2. Complete the memory: our holds and suspends if the store is new, and moves that were requested by hand.
+        managed = self.settings.guard.partitions
         if self._store.fresh:
-            self._store.adopt(adopted(self._gateway.read()))
+            self._store.adopt(adopted(self._gateway.read(), managed))
         elif self._takes_over:
-            self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), stale=self._stale))
+            self._store.adopt(taken_over(self._store.memory(), self._gateway.read(), managed, stale=self._stale))
         before = move_requests.take(self._store.path, self._store.memory(), self._clock.now())
         self._store.adopt(before)
         # 3. Observe, decide, guard, write down, apply.

@@ -26,13 +26,14 @@ from cadenza.profiler.errors import CommandFailedError
 from cadenza.sidecar.config import SECTIONS
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.profile import measure
+from cadenza.slurm_plugin.cli.site import facts as facts_of_site
 from cadenza.slurm_plugin.cli.site.checks import Finding, examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service import settings
-from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import LargestState, host_faults
 
 
@@ -554,6 +555,44 @@ def test_doctor_does_not_miss_rounds_of_a_service_in_standby(tmp_path: Path) -> 
     for standby, level in (("", "FAIL"), ("stands by: slurmctld of ctl2 is in control", "OK")):
         found = examine(changed(old, standby=standby))
         assert [one.level for one in found if one.about == "service"] == [level]
+
+
+OWN = 'bind = "tcp://*:6851"\nsocket = "/run/cadenzad-b/jobs.sock"\n'
+
+
+@pytest.mark.parametrize(
+    ("partition", "service", "found"),
+    [
+        ("other", OWN, [("OK", "manages other hosts")]),
+        ("gpu", OWN, [("FAIL", "manages n1, n2, too: both services would give out the GPUs there")]),
+        ("all", OWN, [("FAIL", "manages n2, too: both services would give out the GPUs there")]),
+        ("other", "", [("FAIL", "has the same [service] bind, socket")]),
+        ("other", "bind = 1\n", [("FAIL", "bind: expected `str`, got `int`")]),
+        ("", OWN, []),
+    ],
+)
+def test_doctor_refuses_a_second_service_with_a_host_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str, service: str, found: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setattr(facts_of_site, "DEFAULT_PATH", tmp_path / "cadenza.toml")
+    base = healthy(tmp_path)
+    folder = tmp_path / "b"
+    folder.mkdir()
+    names = json.dumps([partition] if partition else [])
+    (folder / "cadenza.toml").write_text(f'[service]\nstore = "b.db"\n{service}[guard]\npartitions = {names}\n')
+    nodes = (*base.cluster.nodes, lane("n2", "gpu", "all"), lane("n3", "other"), lane("n3-l1", "other"))
+    seen = with_nodes(base.cluster, *nodes)
+    others = facts_of_site.gather(tmp_path / "cadenza.toml").others
+    findings = examine(changed(base, cluster=seen, others=others))
+    assert [(one.level, one.observation.split("toml ")[-1].split("service.")[-1]) for one in findings
+            if one.about == "services"] == found  # fmt: skip
+    assert facts_of_site.gather(folder / "cadenza.toml").others.keys() == {str(tmp_path / "cadenza.toml")}
+    known = any(isinstance(one, Settings) and "other" in one.guard.partitions for one in others.values())
+    assert ("lanes of n3" in {one.about for one in findings}) != known, "no service of this machine manages it"
+
+
+def lane(name: str, *partitions: str) -> Node:
+    return Node(name, name.partition("-")[0], int("-" in name), 8, 16000, 2, "a100", partitions)
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,23 @@ def test_only_a_lane_on_demand_is_weighed():
         action = WeighNode(name, 5, "")
         found = cluster(nodes=(node(), node(lane=1)))
         assert guard([action], found, Memory(), RULES)[0].reason.startswith("scope")
+
+
+@pytest.mark.parametrize("settings", [APPLY, OBSERVE])
+def test_lanes_of_another_services_hosts_are_left_to_that_one(settings):
+    """Two services, each with partitions of its own, see all nodes of one Slurm."""
+    theirs = (node("node2", partitions=("other",)), node("node2", 1, partitions=("other",)))
+    on_demand = replace(theirs[1], name="node2-l2", lane=2, dynamic=True)
+    found = cluster(nodes=(*theirs, on_demand), dead=("node2",))
+    assert not lane_actions(found, Memory(), settings)
+    shut = tuple(replace(one, drained=True, drain_reason="cadenza: observe-only") for one in found.nodes)
+    assert not lane_actions(replace(found, nodes=shut), Memory(), settings)
+
+
+def test_lanes_of_unmanaged_hosts_are_closed_where_their_agent_reports_here_or_nothing_is_managed():
+    found = cluster(nodes=(node(partitions=("other",)), node(lane=1, partitions=("other",))), dead=("node1",))
+    known = replace(found, hosts=(Host("node1", agent_alive=False, agent_version="0.1.0"),))
+    nothing = replace(OBSERVE, partitions=frozenset())
+    for seen, settings in ((known, APPLY), (cluster(nodes=found.nodes), APPLY), (found, nothing)):
+        (drain,) = lane_actions(seen, Memory(), settings)
+        assert isinstance(drain, DrainNode)

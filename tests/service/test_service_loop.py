@@ -52,7 +52,7 @@ from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.failover import controllers
 from cadenza.slurm_plugin.service.failover.controllers import Controllers, standby_reason
-from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
+from cadenza.slurm_plugin.service.failover.release_round import adopted, settled, taken_over
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
@@ -562,7 +562,14 @@ def test_adopted_knows_our_drains() -> None:
         node("n1-l1", 1, drained=True, drain_reason="cadenza: observe-only"),
         node("n2-l1", 1, drained=True, drain_reason="disk"),
     )
-    assert adopted(ClusterSnapshot(0.0, lanes, ())).drained == {"n1-l1"}
+    assert adopted(ClusterSnapshot(0.0, lanes, ()), {"gpu"}).drained == {"n1-l1"}
+
+
+def test_a_service_without_a_record_leaves_jobs_of_another_services_partitions_to_that_one() -> None:
+    waits = job(1, state="PENDING", slurm_priority=0, state_reason="job requeued in held state", submit_s=90.0)
+    found = ClusterSnapshot(100.0, (), (waits, replace(waits, key=B, partition="other")))
+    memory = taken_over(Memory(), found, {"gpu"}, stale=True)
+    assert (memory.held.keys(), memory.factors.keys()) == ({A}, {1})
 
 
 def test_pace() -> None:

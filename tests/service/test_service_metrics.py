@@ -230,7 +230,8 @@ def large(hosts: int) -> ClusterSnapshot:
 
 def test_the_number_of_series_is_that_of_a_small_site() -> None:
     few, many = (
-        sum(len(family.samples) for family in cluster_metrics(of_round(large(hosts)), Memory())) for hosts in (3, 300)
+        sum(len(family.samples) for family in cluster_metrics(of_round(large(hosts)), Memory(), {"gpu"}))
+        for hosts in (3, 300)
     )
     assert few == many < 50
 
@@ -241,7 +242,7 @@ def test_gpus_that_idle_beside_a_job_that_would_fit_are_told_apart() -> None:
     nodes = (node("n1"), node("n2", up=False), node("n3", partitions=("other",)))
     waiting = job(2, state="PENDING", nodes=(), start_s=None, gpus=2)
     report = of_round(ClusterSnapshot(100.0, nodes, (idle, waiting)))
-    families = {family.name: family for family in cluster_metrics(report, Memory())}
+    families = {family.name: family for family in cluster_metrics(report, Memory(), {"gpu"})}
     found = {tuple(one.labels.values()): one.value for one in families["cadenza_gpus"].samples if one.value}
     assert found == {
         ("gpu", "", "held_idle"): 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode, WeighNode
@@ -38,10 +39,11 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours, or Slurm's own at a restart; the latter is all that
     is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it:
-    with a suspended job Slurm would delete it, and lose the job.
+    with a suspended job Slurm would delete it, and lose the job. Hosts of another service's partitions are that one's.
     """
     if not any(node.lane or node.drained or node.dynamic for node in snapshot.nodes):
         return ()
+    ours = our_hosts(snapshot, settings.partitions)
     closed = _closed_hosts(snapshot, memory, settings)
     over = _lanes_over_stuck_jobs(snapshot)
     opens = settings.partitions if settings.enforce else frozenset()
@@ -51,7 +53,7 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     placed = (job for job in jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
     occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
     actions: list[NodeAction] = []
-    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+    for node in sorted((node for node in snapshot.nodes if node.host in ours), key=lambda node: node.name):
         reason = closed.get(node.host, "") or over.get(node.name, "")
         if node.dynamic and node.lane > wanted.get(node.host, 0):
             if not node.drained:
@@ -66,6 +68,17 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
             reason = f"Slurm drained it by itself ({node.drain_reason}), and no job ends there"
             actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
     return *actions, *(_weighed_lanes(snapshot) if settings.enforce else ())
+
+
+def our_hosts(snapshot: ClusterSnapshot, partitions: Collection[str]) -> frozenset[str]:
+    """Return the hosts whose lanes are this service's to open and close; all of them while it manages no partition.
+
+    They have a node in a managed partition, or an agent that reports here, as after a partition is managed no more.
+    """
+    nodes = snapshot.nodes
+    managed = {node.host for node in nodes if not partitions or not set(node.partitions).isdisjoint(partitions)}
+    heard = {host.name for host in snapshot.hosts if host.agent_alive or host.agent_version or host.refused}
+    return frozenset(managed | heard)
 
 
 def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:

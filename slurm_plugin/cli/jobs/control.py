@@ -143,7 +143,7 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
             gateway.close()
             gateway = over_text()
             snapshot = gateway.read()
-        memory = adopted(snapshot) if unreadable is not None else memory
+        memory = adopted(snapshot, settings.guard.partitions) if unreadable is not None else memory
         plan = release_plan(snapshot, memory, RELEASE_REASON, everything=True)
         chosen = [action for action in plan if job_id in (None, _job_of(action))]
         if job_id is not None and not chosen and unreadable is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -35,6 +35,10 @@ OWN_FILES, FILES_A_HOST = 256, 2
 REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
+ONE_EACH = ("bind", "store", "socket", "metrics")
+"""Keys of [service] in which two services of one machine must differ."""
+MAX_NAMED = 4
+"""Number of hosts that a finding names."""
 LANES_ADVICE = "see docs/lanes.md and `cadenza lanes`"
 FLAT_TOPOLOGIES = ("", "(null)", "topology/flat", "topology/default")
 """Topologies in which every node is reached alike (slurm.conf(5), TopologyPlugin)."""
@@ -302,7 +306,9 @@ def lanes(facts: Facts) -> Iterator[Finding]:
     hosts: defaultdict[str, list[Node]] = defaultdict(list)
     for node in facts.cluster.nodes:
         hosts[node.host].append(node)
+    theirs = _all_hosts(facts, facts.others.values()) - _all_hosts(facts, [facts.settings])
     shared = {host: nodes for host, nodes in sorted(hosts.items()) if any(node.lane for node in nodes)}
+    shared = {host: nodes for host, nodes in shared.items() if host not in theirs}
     if not shared and _shares_without_lanes(facts):
         yield Finding("OK", "lanes", "one a host: jobs that keep checkpoints make way by leaving")
     elif not shared:
@@ -394,6 +400,34 @@ def service(facts: Facts) -> Iterator[Finding]:
     late = age > max(STALE_AFTER_ROUNDS * facts.settings.service.poll_s, MIN_STALE_AFTER_S)
     text = f"last round {age:.0f} s ago"
     yield Finding("FAIL", "service", text, "is cadenzad up?") if late else Finding("OK", "service", text)
+
+
+def services(facts: Facts) -> Iterator[Finding]:
+    """Refuse a second service that has a host in common with this one, or a file or an address."""
+    own = _all_hosts(facts, [facts.settings])
+    for path, other in facts.others.items():
+        if isinstance(other, str):
+            yield Finding("FAIL", "services", other, f"correct it: cadenza config --check --config {path}")
+            continue
+        common = sorted(own & _all_hosts(facts, [other]))
+        mine, its = ({key: getattr(one.service, key) for key in ONE_EACH} for one in (facts.settings, other))
+        same = [key for key in ONE_EACH if mine[key] and mine[key] == its[key]]
+        if common:
+            names = ", ".join(common[:MAX_NAMED]) + (" and others" if common[MAX_NAMED:] else "")
+            text = f"{path} manages {names}, too: both services would give out the GPUs there"
+            yield Finding("FAIL", "services", text, "[guard] partitions of the two must have no host in common")
+        if same:
+            text = f"{path} has the same [service] {', '.join(same)}"
+            yield Finding("FAIL", "services", text, "give each service its own: see docs/operation.md")
+        if not common and not same:
+            yield Finding("OK", "services", f"{path} manages other hosts")
+
+
+def _all_hosts(facts: Facts, services: Iterable[Settings | str]) -> set[str]:
+    """Return the hosts that have a node in a partition of these services."""
+    managed = {name for one in services if isinstance(one, Settings) for name in one.guard.partitions}
+    nodes = facts.cluster.nodes if facts.cluster is not None else ()
+    return {node.host for node in nodes if not managed.isdisjoint(node.partitions)}
 
 
 def controllers(facts: Facts) -> Iterator[Finding]:
@@ -518,6 +552,7 @@ CHECKS = (
     partitions,
     profiles,
     service,
+    services,
     controllers,
     agents,
     sharing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -81,6 +81,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The kill switch is set."""
     standby: str = ""
     """Reason for which the service of another controller acts in place of this one's; empty if this one's acts."""
+    others: dict[str, Settings | str] = {}
+    """Settings of further services by their file, or why they cannot be read."""
 
 
 def gather(config: Path | None) -> Facts:
@@ -112,7 +114,21 @@ def gather(config: Path | None) -> Facts:
         attempt("largest state", lambda: _largest_state(settings)),
         guard_settings(settings).killed,
         Controllers(socket.gethostname()).standby_reason() if slurm is not None else "",
+        dict(_others(config or DEFAULT_PATH)),
     )  # fmt: skip
+
+
+def _others(own: Path) -> Iterator[tuple[str, Settings | str]]:
+    """Yield the settings of other services, each of which has a folder of its own next to the default file."""
+    files = {DEFAULT_PATH, *DEFAULT_PATH.parent.glob(f"*/{DEFAULT_PATH.name}")} - {own}
+    for path in sorted(path for path in files if path.exists()):
+        try:
+            settings = load_settings(path)
+        except ConfigError as error:
+            yield str(path), str(error)
+        else:
+            if settings.guard.partitions:  # without any it is a file for agents
+                yield str(path), settings
 
 
 def _recorded(settings: Settings) -> ClusterSnapshot | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from cadenza.policies.core.actions import (
@@ -34,14 +34,19 @@ IN_TRANSIT_S = 300.0
 that service's, whose record is lost with the host."""
 
 
-def adopted(snapshot: ClusterSnapshot) -> Memory:
+def adopted(snapshot: ClusterSnapshot, partitions: Collection[str]) -> Memory:
     """Return the memory of the suspends, drains and SiteFactors that must be ours, for a service whose store was lost.
 
     Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark. Slurm shows
     SiteFactors of jobs that wait only (sprio(1)), so every job that may have been made to wait counts as having one.
+    Jobs of other partitions may have one of another service.
     """
     return Memory(
-        factors={job.key.id: UNKNOWN_FACTOR for job in snapshot.jobs if job.opted_in and job.requeueable},
+        factors={
+            job.key.id: UNKNOWN_FACTOR
+            for job in snapshot.jobs
+            if job.opted_in and job.requeueable and job.partition in partitions
+        },
         suspended=frozenset(
             job.key
             for job in snapshot.jobs
@@ -54,16 +59,16 @@ def adopted(snapshot: ClusterSnapshot) -> Memory:
     )
 
 
-def taken_over(memory: Memory, snapshot: ClusterSnapshot, *, stale: bool) -> Memory:
+def taken_over(memory: Memory, snapshot: ClusterSnapshot, partitions: Collection[str], *, stale: bool) -> Memory:
     """Return the memory of a service that acts after the one of another host, whose record it does not have.
 
     ``stale``: this one has not acted for so long that SiteFactors of its own record may have changed since.
     """
-    theirs = adopted(snapshot)
+    theirs = adopted(snapshot, partitions)
     held = {
         job.key: snapshot.time_s
         for job in snapshot.jobs
-        if job.held and job.opted_in and job.state_reason == REQUEUE_HOLD
+        if job.held and job.opted_in and job.partition in partitions and job.state_reason == REQUEUE_HOLD
         if snapshot.time_s - job.submit_s <= IN_TRANSIT_S  # a requeue submits it anew
     }
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from math import inf
@@ -16,6 +16,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.idle_gpus import HOLDING, awaited_hosts, free_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.round import RoundReport
+from cadenza.policies.sharing.turns.lanes import our_hosts
 from cadenza.slurm_plugin.service.accounting.usage import narrowest_waiting
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings
@@ -61,7 +62,7 @@ class ClusterGauges(Collector):
         last = self._from.last()
         if last is not None:
             if self._seen[0] is not last[0]:
-                self._seen = last[0], tuple(cluster_metrics(*last))
+                self._seen = last[0], tuple(cluster_metrics(*last, self._from.settings().guard.partitions))
             yield from self._seen[1]
 
     def _service(self) -> Iterator[Metric]:
@@ -100,14 +101,14 @@ class ClusterGauges(Collector):
             yield _gauge("store_oldest_round_timestamp_seconds", "Oldest round on record", (), {(): oldest_s})
 
 
-def cluster_metrics(report: RoundReport, memory: Memory) -> Iterator[Metric]:
-    """Yield the gauges of one round."""
+def cluster_metrics(report: RoundReport, memory: Memory, partitions: Collection[str]) -> Iterator[Metric]:
+    """Yield the gauges of one round; ``partitions``: the managed ones."""
     snapshot = report.snapshot
     yield _gauge("jobs", "Jobs that Cadenza manages", ("partition", "state"), _jobs(report, memory))
     yield _gauge("left_alone_jobs", "Jobs that a fault keeps out of decisions", (), {(): len(report.left_alone)})
     yield _gauge("gpus", "GPUs by use", ("partition", "gpu_type", "state"), _gpus(snapshot, memory))
     yield _gauge("lanes", "Nodes of each lane", ("lane", "state"), Counter(map(_lane, snapshot.nodes)))
-    lanes = {node.host for node in snapshot.nodes if node.lane}
+    lanes = {node.host for node in snapshot.nodes if node.lane} & our_hosts(snapshot, partitions)
     agents: Counter[tuple[str, ...]] = Counter()
     faults: Counter[tuple[str, ...]] = Counter({("lacks",): 0, ("taken",): 0, ("faults",): 0, ("lanes",): 0})
     for host in snapshot.hosts:
