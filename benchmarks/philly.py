@@ -64,6 +64,8 @@ LENGTHS_S = (600.0, 3600.0, 36000.0)
 WIDTHS = (2, 8, 9)
 """Bounds of the classes of jobs: by run time, and by GPUs (1, 2 to 7, 8, more)."""
 LIARS = 1 / 12
+PIECE_S, MOST_PIECES, PIECES_FROM = 1800.0, 48, 10**7
+"""Length of the pieces of a job that comes in some, their number at most, and their ids."""
 NEWCOMER = "newcomer"
 """The account and user of jobs that a case adds."""
 LIMITED, HIGH_QOS, LONG_QOS_S = "limited", "high", 4 * HOUR_S
@@ -87,8 +89,8 @@ class Play(NamedTuple):
     opted_in: str = "all"
     """``all``, ``none``, or ``movable``: those that keep checkpoints alone."""
     move_s: float = MOVE_S
-    liars: bool = False
-    """Some of the jobs that keep checkpoints say that they keep none."""
+    lie: str = ""
+    """What some of the jobs do: ``hide`` their checkpoints, ``boast`` of some, or ``chain``: come in pieces."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,10 @@ def movable(jobs: int, part: float, draw: int) -> Flags:
     return np.random.default_rng(draw).random(jobs) < part
 
 
-def liars(jobs: int, draw: int) -> Flags:
-    """Return which jobs say that they keep no checkpoints, whether they do or not."""
-    return np.random.default_rng(50 + draw).random(jobs) < LIARS
+def liars(keeps: Flags, play: Play) -> Flags:
+    """Return which jobs lie: of those that keep checkpoints, or of those that keep none where they boast."""
+    lie = np.random.default_rng(50 + play.draw).random(len(keeps)) < LIARS
+    return lie & (~keeps if play.lie == "boast" else keeps)
 
 
 def _window(days: tuple[int, int], load: float, loose: bool) -> Population:  # noqa: FBT001
@@ -219,23 +222,45 @@ def played(play: Play) -> Outcome:
         return Outcome(jct_s, np.zeros(len(jobs)), np.zeros(len(jobs)))
     if play.scheduler in ("slurm", "easy"):
         run = simulate_slurm if play.scheduler == "slurm" else first_come
-        return _outcome(jobs, run(jobs, request.nodes, request.setup))
+        return _outcome([(job,) for job in jobs], run(jobs, request.nodes, request.setup))
     keeps = movable(len(jobs), play.part, play.draw)
-    says = keeps & ~liars(len(jobs), play.draw) if play.liars else keeps
+    lies = liars(keeps, play) if play.lie else np.zeros(len(jobs), bool)
     managed = {"all": np.ones(len(jobs), bool), "none": np.zeros(len(jobs), bool), "movable": keeps}[play.opted_in]
-    drawn = [replace(job, checkpoints=bool(says[at]), managed=bool(managed[at])) for at, job in enumerate(jobs)]
-    return _outcome(jobs, simulate(drawn, request.nodes, request.policy, request.setup))
+    drawn = [replace(job, checkpoints=bool(keeps[at]), managed=bool(managed[at])) for at, job in enumerate(jobs)]
+    told = [LIES[play.lie](job) if lies[at] else (job,) for at, job in enumerate(drawn)]
+    ordered = sorted((one for pieces in told for one in pieces), key=lambda job: (job.submit_s, job.id))
+    return _outcome(told, simulate(ordered, request.nodes, request.policy, request.setup))
 
 
-def _outcome(jobs: Sequence[TraceJob], result: Result) -> Outcome:
+def _hiding(job: TraceJob) -> tuple[TraceJob, ...]:
+    return (replace(job, checkpoints=False),)
+
+
+def _boasting(job: TraceJob) -> tuple[TraceJob, ...]:
+    return (replace(job, boasts=True),)
+
+
+def _pieces(job: TraceJob) -> tuple[TraceJob, ...]:
+    """Return a job as an array of pieces without checkpoints, of which one runs at a time."""
+    count = max(min(int(job.work_s / PIECE_S), MOST_PIECES), 1)
+    work_s, array = job.work_s / count, f"chain {job.id}"
+    piece = replace(job, checkpoints=False, work_s=work_s, time_limit_s=2 * work_s + 300, array=array, array_limit=1)
+    return tuple(replace(piece, id=PIECES_FROM + job.id * MOST_PIECES + at) for at in range(count))
+
+
+LIES = {"hide": _hiding, "boast": _boasting, "chain": _pieces}
+
+
+def _outcome(jobs: Sequence[Sequence[TraceJob]], result: Result) -> Outcome:
+    """Return the times of jobs, each of which may have been submitted in pieces."""
     found = {job.id: job for job in result.jobs}
-    rows = [(found[job.id], job.submit_s) for job in jobs]
-    if any(one.finish_s is None or one.start_s is None for one, _ in rows):
+    if any(one.finish_s is None or one.start_s is None for one in found.values()):
         raise SystemExit("a job has not ended")
+    rows = [([found[piece.id] for piece in pieces], pieces[0].submit_s) for pieces in jobs]
     return Outcome(
-        np.array([one.finish_s - submit_s for one, submit_s in rows]),
-        np.array([one.start_s - submit_s for one, submit_s in rows]),
-        np.array([one.restarts + one.migrations for one, _ in rows], dtype=float),
+        np.array([max(one.finish_s for one in pieces) - submit_s for pieces, submit_s in rows]),
+        np.array([min(one.start_s for one in pieces) - submit_s for pieces, submit_s in rows]),
+        np.array([sum(one.restarts + one.migrations for one in pieces) for pieces, _ in rows], dtype=float),
     )
 
 
@@ -443,15 +468,21 @@ def qos_rows(table: Table) -> Iterator[Row]:
     yield mean_row("a high QOS for 10%, 50% can move: p99 of its jobs of 4 h and more", values, 1.0)
 
 
-def lie_rows(table: Table) -> Iterator[Row]:
-    """Yield the completion of jobs that keep checkpoints and say so, to theirs where they say that they keep none."""
-    for part in (0.1, 0.25):
-        truths, lies = table.drawn(part), table.drawn(part, liars=True)
-        gains = []
-        for draw, ((keeps, truth), (_, lie)) in enumerate(zip(truths, lies, strict=True), 1):
-            hide = keeps & liars(len(keeps), draw)
-            gains.append(ratio(truth.jct_s, lie.jct_s, hide))
-        yield mean_row(f"{part:.0%} can move: the truth's completion to that of saying 'no checkpoints'", gains, 1.0)
+def lie_rows(table: Table, lie: str) -> Iterator[Row]:
+    """Yield the completion of jobs that tell the truth to theirs where they lie: over 1, the lie pays."""
+    title = {
+        "hide": "saying 'no checkpoints'",
+        "boast": "saying 'checkpoints' without any",
+        "chain": "half an hour's pieces without checkpoints",
+    }[lie]
+    told = [(keeps, truth.jct_s) for keeps, truth in table.drawn(0.25)]
+    gains, sums = [], []
+    for draw, ((keeps, truth_s), (_, run)) in enumerate(zip(told, table.drawn(0.25, lie=lie), strict=True), 1):
+        who = liars(keeps, Play(table.sample, lie=lie, draw=draw))
+        gains.append(ratio(truth_s, run.jct_s, who))
+        sums.append((truth_s[who].sum(), run.jct_s[who].sum()))
+    true_s, lied_s = np.sum(sums, axis=0)
+    yield Row(f"25% can move: the truth's completion to that of {title}", true_s / lied_s, 1.0, spread(gains))
 
 
 ROWS: dict[str, Callable[[Table], Iterator[Row]]] = {
@@ -467,7 +498,9 @@ ROWS: dict[str, Callable[[Table], Iterator[Row]]] = {
     "limits": lambda table: case_rows(table, "limits"),
     "account": lambda table: case_rows(table, "account"),
     "qos": qos_rows,
-    "lies": lie_rows,
+    "hide": lambda table: lie_rows(table, "hide"),
+    "boast": lambda table: lie_rows(table, "boast"),
+    "chain": lambda table: lie_rows(table, "chain"),
 }
 
 

@@ -76,6 +76,8 @@ class TraceJob:
     """Time limit that its user asks for; None: not said. Backfill plans with it, and it ends no simulated job."""
     checkpoints: bool = True
     """True if the job keeps checkpoints, so that it can move and a requeue loses a part of its work only."""
+    boasts: bool = False
+    """True if it says that it keeps checkpoints and keeps none; no column of a trace."""
     partition: str = PARTITION
     """The job runs on nodes of this partition only."""
     managed: bool = True

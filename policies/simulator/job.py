@@ -100,7 +100,7 @@ class SimJob:
         self.cpus, self.memory_mb, self.num_nodes = request
         self.options = None if not trace.managed else Options(
             min_gpus=trace.min_gpus, max_gpus=trace.max_gpus, model=trace.model or None, priority=trace.priority,
-            checkpoints=trace.checkpoints,
+            checkpoints=trace.checkpoints or trace.boasts,
         )  # fmt: skip
         self.queued: QueuedJob
         self.profile = trace.profile

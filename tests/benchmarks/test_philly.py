@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import philly
 import pytest
-from philly import ROWS, Runs, Table, named, population
+from philly import LIES, ROWS, Play, Runs, Table, named, played, population
 from philly_sample import DAY_S, GPUS, PhillyJob, Population, history_population, large_population, philly_population
 
 from cadenza.policies.inputs.trace import TraceJob
@@ -75,3 +76,18 @@ def test_a_flood_adds_a_user_and_leaves_the_others_as_they_are(small: str) -> No
 
 def test_names_are_patterns() -> None:
     assert named("history,14:28@1.1*", list(philly.SAMPLES)) == ["history", "14:28@1.1", "14:28@1.1-loose"]
+
+
+def test_liars_hide_boast_or_come_in_pieces_that_end_with_the_last(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(philly, "LIARS", 1.0)
+    jobs = population(small, "plain").jobs
+    honest, hide = (played(Play(small, part=1.0, lie=lie)) for lie in ("", "hide"))
+    none = played(Play(small, part=0.0))
+    assert honest.restarts.sum() > 0
+    assert (hide.jct_s == none.jct_s).all()  # all that can move say that they cannot
+    pieces = LIES["chain"](jobs[0])
+    assert [piece.work_s for piece in pieces] == [pytest.approx(40000.0 / 22)] * 22
+    chain = played(Play(small, part=1.0, lie="chain"))
+    assert len(chain.jct_s) == len(jobs)
+    assert (chain.jct_s >= [job.work_s for job in jobs]).all()
+    assert {job.checkpoints or job.boasts for job in LIES["boast"](replace(jobs[0], checkpoints=False))} == {True}
