@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job, JobState
 
 HOLDING = ("held", "stopping")
 """States of leases whose jobs may use their GPUs."""
@@ -36,18 +36,22 @@ class Wanted(NamedTuple):
     barred: frozenset[str] = NOWHERE
 
 
+def queues_for_gpus(state: JobState | None, gpus: int, priority: int, reason: str) -> bool:
+    """Return whether Slurm would start a job on free GPUs: it is in the queue, not held, and lacks resources only."""
+    return state == "PENDING" and gpus > 0 and priority > 0 and reason in WAITING_REASONS
+
+
 def waits_for_gpus(job: Job, *, ours: bool = False) -> bool:
     """Return whether a job would go on if GPUs were free: it is in Slurm's queue for them, or waits for its turn.
 
     Dependencies, begin times, other holds, limits and licenses keep a job waiting although GPUs are idle.
     ``ours``: its hold or its suspend is Cadenza's, which ends as soon as it gets its GPUs; any other is for good.
     """
-    if not job.gpus:
-        return False
     if job.state == "PENDING":
-        return ours if job.held else job.state_reason in WAITING_REASONS
+        held = ours and job.held and job.gpus > 0
+        return held or queues_for_gpus(job.state, job.gpus, job.slurm_priority, job.state_reason)
     lease = job.lease
-    started = job.state == "RUNNING" or (job.state == "SUSPENDED" and ours)
+    started = job.gpus > 0 and (job.state == "RUNNING" or (job.state == "SUSPENDED" and ours))
     return started and lease is not None and lease.state not in HOLDING and not (lease.exclusive or lease.late)
 
 

@@ -236,7 +236,7 @@ class World:
             saves_away=checkpoints and self.chance(0.5), lost="its GPU is gone" if self.rare(0.05) else "",
             lost_s=rng.choice((0.0, 0.0, 30.0)), refusals=3 if self.rare(0.2) else 0,
             late=state == "waiting" and self.rare(0.2),
-            use=JobUsage(gpu_percent=rng.choice((20.0, 90.0)), cpu_percent=200.0, gpu_memory_mb=4e3, memory_peak_mb=5e3),
+            use=JobUsage(gpu_percent=rng.choice((20.0, 90.0)), cpu_percent=2e2, gpu_memory_mb=4e3, memory_peak_mb=5e3),
             pace=StepRate(iteration_s * rng.choice((1.0, 1.0, 1.3)), 1000, 100.0, 0.001, rng.choice((0.0, 0.3))),
             shown="frozen" if self.rare(0.3) else "running", cpus_per_gpu=rng.choice((None, 3.0)),
             file_system=rng.choice(("/home", "")), stalls=self.rare(0.1),

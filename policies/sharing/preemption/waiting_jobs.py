@@ -8,7 +8,8 @@ too.
 
 from __future__ import annotations
 
-from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job
+from cadenza.policies.core.idle_gpus import queues_for_gpus
+from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.policies.sharing.state.site_limits import Limits
 
 MAX_TESTED = 100
@@ -26,9 +27,7 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
     waiting = [
         job
         for job in pending
-        if job.gpus > 0
-        and job.state_reason in WAITING_REASONS
-        and job.slurm_priority  # 0: held
+        if queues_for_gpus(job.state, job.gpus, job.slurm_priority, job.state_reason)
         and (job.eligible_s or 0.0) <= now_s
         and not (any_met and limits.reached(job))
     ]

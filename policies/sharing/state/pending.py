@@ -21,6 +21,7 @@ from collections import Counter
 from math import inf
 
 from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.idle_gpus import queues_for_gpus
 from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
 from cadenza.policies.sharing.state.host import Resident, ResourceRequest
@@ -39,15 +40,18 @@ def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
     """Return the jobs that wait in Slurm's queue for GPUs of managed hosts, by priority, submission and key."""
     hosts = (node.partitions for node in snapshot.nodes if not settings.partitions.isdisjoint(node.partitions))
     shared = frozenset().union(*hosts)
-    pending = (job for job in snapshot.jobs if job.state == "PENDING" and not job.held and job.gpus > 0)
-    waiting = [job for job in pending if job.partition in shared and job.state_reason in WAITING_REASONS]
+    waiting = [job for job in snapshot.jobs if job.partition in shared and queues(job)]
     return sorted(waiting, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
 
 
 def awaits_place(job: Job) -> bool:
     """Return True if a pending job lacks free resources only, and requires no nodes: its owner's choice stands."""
-    waits = job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
-    return waits and job.gpus > 0 and not job.required_nodes
+    return queues(job) and not job.required_nodes
+
+
+def queues(job: Job) -> bool:
+    """Return True if a job is in Slurm's queue and lacks free resources only."""
+    return queues_for_gpus(job.state, job.gpus, job.slurm_priority, job.state_reason)
 
 
 def waits_for_nodes(job: Job, now_s: float) -> bool:

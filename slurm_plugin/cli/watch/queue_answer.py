@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.idle_gpus import NOWHERE, Wanted
-from cadenza.policies.core.model import WAITING_REASONS, JobState
+from cadenza.policies.core.idle_gpus import NOWHERE, Wanted, queues_for_gpus
+from cadenza.policies.core.model import JobState
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, RecordRow, record_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, Refused, left_out, read_jobs
@@ -36,7 +36,7 @@ class QueueJob:
     @property
     def waits(self) -> bool:
         """Return True if it would start on free GPUs."""
-        return self.state == "PENDING" and self.record.gpus > 0 and self.priority > 0 and self.reason in WAITING_REASONS
+        return queues_for_gpus(self.state, self.record.gpus, self.priority, self.reason)
 
     @property
     def wanted(self) -> Wanted:

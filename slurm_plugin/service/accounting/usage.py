@@ -19,7 +19,7 @@ from cadenza.policies.core.idle_gpus import (
     narrowest_jobs,
     waits_for_gpus,
 )
-from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.observe.progress import held_within
 
@@ -184,7 +184,7 @@ def waited(before: ClusterSnapshot, memory: Memory, since_s: Mapping[JobKey, flo
     """Yield the time in the queue until a round that is still to be counted, with since when."""
     for key, from_s in since_s.items():
         job = before.by_key.get(key)
-        if job is not None and job.gpus and _queues(job, memory) and from_s < before.time_s:
+        if job is not None and _queues(job, memory) and from_s < before.time_s:
             queue_s = max(before.time_s - max(from_s, job.submit_s), 0.0)
             yield from_s, Spent(key, job.user, job.opted_in, queue_s=queue_s)
 
@@ -221,10 +221,8 @@ def _takes_turns(job: Job, memory: Memory) -> bool:
 
 
 def _queues(job: Job, memory: Memory) -> bool:
-    """Return whether a pending job waits for GPUs, and not for its owner or another job."""
-    if job.held:
-        return held_for_us(job, memory)
-    return job.state_reason in WAITING_REASONS
+    """Return whether a job is pending for GPUs, and not for its owner or another job."""
+    return job.state == "PENDING" and waits_for_gpus(job, ours=held_for_us(job, memory))
 
 
 def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKey, float]:
