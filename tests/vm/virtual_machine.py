@@ -15,8 +15,8 @@ from cluster import CONTAINER, PYTHON, RESULTS, ROOT, SERVER, SHARED, Shell, wai
 
 PACED_JOB = f"{SHARED}/paced_job.py"
 SOURCE = ROOT / "tests" / "cluster" / "paced_job.py"
-BOOT_S = 600
-"""The first run makes the image and the disk; without KVM a boot takes a minute or two."""
+BOOT_S = 1500
+"""The first run makes the image and the disk, in minutes; without KVM a boot takes a minute or two."""
 PATIENCE_S = 240
 """An emulated processor takes many times as long for everything."""
 PAGE = """
