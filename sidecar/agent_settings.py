@@ -103,6 +103,11 @@ class AgentSettings(msgspec.Struct, frozen=True):
         """The configured host name, or this machine's short one."""
         return self.host or socket.gethostname().split(".")[0]
 
+    @property
+    def questions(self) -> Path:
+        """The socket at which the agent passes users' questions on to the service."""
+        return Path(self.socket).parent / "jobs.sock"
+
 
 class AgentFile(msgspec.Struct, frozen=True):
     """The part of the configuration file that the agent reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time  # noqa: TID251
+from datetime import UTC, datetime
 from typing import Protocol
 
 now = time.time
@@ -12,6 +13,11 @@ monotonic = time.monotonic
 """Seconds since some fixed moment (CLOCK_MONOTONIC, the clock of the jobs' pages); it never jumps."""
 
 sleep = time.sleep
+
+
+def local(at_s: float) -> str:
+    """Return a moment as the local clock shows it, to the minute."""
+    return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%F %H:%M")
 
 
 class Clock(Protocol):

@@ -42,7 +42,9 @@ from cadenza.sidecar.bounds import (
     Uid,
     VirtualSeconds,
 )
+from cadenza.sidecar.local_socket import MAX_REQUEST
 
+MAX_TOLD = 2**20
 VERSION = 1
 """Raised by a change that the other side would misread; every version has ``v`` in all of its frames."""
 
@@ -268,7 +270,18 @@ class Files(JobMessage, frozen=True):
     paths: Paths
 
 
-FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A question of a user of this host; the service answers with ``Told``."""
+
+    v: Count
+    host: Name
+    id: Step
+    uid: Uid
+    """The user, as the host's kernel names them."""
+    question: Annotated[bytes, Meta(max_length=MAX_REQUEST)]
+
+
+FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files | Ask
 
 
 class JobOrder(msgspec.Struct, frozen=True, tag=True):
@@ -434,6 +447,14 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """Memory of all jobs here together where each lane has the host's whole; 0: each has a part, which Slurm guards."""
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """The answer to an ``Ask``: JSON, compressed by zlib, for the user alone."""
+
+    v: Count
+    id: Step
+    answer: Annotated[bytes, Meta(max_length=MAX_TOLD)]
+
+
 class OtherVersion(msgspec.Struct, frozen=True, tag=True):
     """The service's answer to a frame of another version, which can read no more of this than ``v``."""
 
@@ -451,4 +472,5 @@ ToAgent: TypeAlias = (
     | ResumeOrder
     | Tune
     | Facts
+    | Told
 )

@@ -32,6 +32,7 @@ from cadenza.sidecar.agent.leases import handover
 from cadenza.sidecar.agent.leases.book import Book
 from cadenza.sidecar.agent.leases.lease_table import LeaseTable
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
+from cadenza.sidecar.agent.relay import Relay
 from cadenza.sidecar.agent.state_files import LeaseFile, TuningFile
 from cadenza.sidecar.agent.telemetry.collector import Collector
 from cadenza.sidecar.agent.telemetry.gpu_job_files import GpuJobFiles
@@ -49,7 +50,7 @@ from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
-from cadenza.sidecar.orders import JobOrder
+from cadenza.sidecar.orders import JobOrder, Told
 from cadenza.sidecar.sd_notify import notify
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,12 @@ class Daemon:
         self._links = [Link(address, keys) for address in settings.service.split(",")] if keys else []
         for one in self._links:
             self._poller.register(one.socket, zmq.POLLIN)
+        self._relay = Relay(settings, clock, self._wake)
+        try:
+            if self._links:
+                self._relay.start()
+        except OSError as error:
+            log.warning("%s: %s; jobs here cannot ask the service", self._relay.path, error.strerror or error)
         listener = Listener(Path(settings.socket))
         link.link(link.LIBRARY, Path(settings.socket).parent)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
@@ -210,6 +217,7 @@ class Daemon:
         if self._server is not None:
             self._server.close()
         self._peers.listener.close()
+        self._relay.close()
         self._driver.close()
         self._gpu_watch.close()
         self._lanes.close()
@@ -243,6 +251,7 @@ class Daemon:
         self._peers.serve([one for one in ready if isinstance(one, int)])
         for descriptor in ended:
             self._end_of(descriptor)
+        self._relay.pass_on(self._links)
         self._sweep()
         # 4. Move stops on: by the driver path's answers, then by the ranks' progress.
         with self.host.supervise(None, "the driver path"):
@@ -284,6 +293,9 @@ class Daemon:
     def _obey(self, link: Link) -> None:
         """Carry out the orders that have come in."""
         for order in link.receive():
+            if isinstance(order, Told):
+                self._relay.told(order)
+                continue
             key = JobKey(order.job, order.restart) if isinstance(order, JobOrder) else None
             with self.host.supervise(key, "an order of the service"):
                 self._service_side.obey(order)

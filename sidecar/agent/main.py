@@ -16,6 +16,7 @@ from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
 from cadenza.sidecar.agent.inventory import HEADER, jobs_here
 from cadenza.sidecar.agent.log_filter import ForeignText
+from cadenza.sidecar.agent.relay import serve_relay
 from cadenza.sidecar.agent_settings import load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.sidecar.daemon_log import set_up_logging
@@ -38,10 +39,11 @@ def _version() -> str:
     help="Settings in TOML; files in conf.d next to it are merged.",
 )
 @click.option("--jobs", is_flag=True, help="Print the jobs on this host, of all lanes, and their processes, then exit.")
+@click.option("--relay", is_flag=True, help="Only pass on what users of this host ask the service, as on a login node.")
 @click.option("--json", "as_json", is_flag=True, help="With --jobs: print JSON.")
 @click.option("--debug", is_flag=True, help="Log more, and show where an error came from.")
 @click.version_option(_version(), prog_name="cadenza-agent")
-def main(config: Path, *, jobs: bool, as_json: bool, debug: bool) -> None:
+def main(config: Path, *, jobs: bool, relay: bool, as_json: bool, debug: bool) -> None:
     """Run the Cadenza agent of this host: it registers jobs, keeps GPU leases and passes orders to jobs.
 
     Exit codes: 0 stopped by a signal, 1 failed, 2 bad settings or keys, 3 the machine lacks something.
@@ -53,6 +55,8 @@ def main(config: Path, *, jobs: bool, as_json: bool, debug: bool) -> None:
             rows = {"schema": "cadenza.jobs-here/1", "rows": found}
             click.echo(msgspec.json.encode(rows).decode() if as_json else "\n".join((HEADER, *map(str, found))))
             return
+        if relay:
+            serve_relay(load_settings(config))
         # its own uid may register jobs besides root, so that it can be tried without root
         Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()
     except (ConfigError, AgentError) as error:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.clock import SystemClock, local
 from cadenza.sidecar.config import DEFAULT_PATH
-from cadenza.slurm_plugin.cli.common import config_option, local, say
+from cadenza.slurm_plugin.cli.common import config_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

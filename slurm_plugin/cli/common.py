@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,10 @@ config_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
-DOWN = (
-    "cadenzad does not answer at {}: jobs run, and Slurm starts them, as usual; "
-    "look on the machine of slurmctld, or ask the admin"
+NOBODY = (
+    "neither cadenzad ({}) nor an agent ({}) can be asked here: jobs run, and Slurm starts them, as usual; look on the "
+    "machine of slurmctld or inside a job, or have the admin add a relay: `cadenza keygen HOST`, [service] relays = "
+    '["HOST"], and `systemctl enable --now cadenza-relay` on HOST'
 )
 NO_ROUND = "no round is on record yet: is cadenzad running?"
 MAX_LINE = 8192
@@ -113,10 +114,11 @@ def open_store(config: Path | None) -> StoreReader:
 
 
 def store_or_socket(config: Path | None) -> StoreReader | Path:
-    """Open the store, or return the path of the service's socket if this user may not read the store.
+    """Open the store, or return the service's socket if this user may not read the store, or that of a host's agent.
 
-    Raise StoreError if neither can be asked.
+    Raise StoreError if none of them can be asked.
     """
+    from cadenza.sidecar.agent_settings import load_settings as load_agent  # noqa: PLC0415
     from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
@@ -124,10 +126,11 @@ def store_or_socket(config: Path | None) -> StoreReader | Path:
     try:
         return open_store(config)
     except StoreError as error:
-        path = Path(table.socket)
-        if path.exists():
-            return path
-        raise error if os.access(table.store, os.R_OK) else StoreError(DOWN.format(path)) from None
+        paths = Path(table.socket), load_agent(config or DEFAULT_PATH).questions
+        for path in paths:
+            if path.exists():
+                return path
+        raise error if os.access(table.store, os.R_OK) else StoreError(f"{error}; {NOBODY.format(*paths)}") from None
 
 
 def moment(text: str, now_s: float, option: str) -> float:
@@ -145,8 +148,3 @@ def moment(text: str, now_s: float, option: str) -> float:
         raise click.BadParameter(
             f"{text!r}: a time ago (30m, 12h, 7d, 2w) or a date (2026-11-15, 2026-11-15T08:00)", param_hint=option
         ) from None
-
-
-def local(at_s: float) -> str:
-    """Return a moment as the local clock shows it, to the minute."""
-    return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%F %H:%M")

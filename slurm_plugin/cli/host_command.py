@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from cadenza.sidecar.clock import now, sleep
-from cadenza.slurm_plugin.cli.common import NO_ROUND, TIME_AGO, UNITS_S, config_option, local, moment, say
+from cadenza.sidecar.clock import local, now, sleep
+from cadenza.slurm_plugin.cli.common import NO_ROUND, TIME_AGO, UNITS_S, config_option, moment, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

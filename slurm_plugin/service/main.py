@@ -19,6 +19,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.sidecar.daemon_log import set_up_logging
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
+from cadenza.sidecar.orders import Ask
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway import source_gateway
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
@@ -99,9 +100,15 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         # 3. The watchdog, which releases our jobs if this process is killed.
         watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
         watchdog.start()
-        # 4. The socket at which users read the record of their own jobs.
+        # 4. The socket at which users read the record of their own jobs; agents ask for those of other machines.
         owners = OwnerSocket(Path(table.socket), Path(table.store), clock)
         owners.start()
+
+        def answer(asked: Ask, here: frozenset[str] | None) -> None:
+            if loop.acting:  # else the other controller's service answers
+                owners.relay(asked, here, lambda told: hub.send([(asked.host, told)]))
+
+        hub.on_ask = answer
         stack.callback(owners.close)
         # 5. The figures for Prometheus.
         if table.metrics:

@@ -77,6 +77,13 @@ class ServiceTable(msgspec.Struct, frozen=True):
     socket: Annotated[Text, Meta(description="Socket at which users read the record of their own jobs")] = (
         "/run/cadenzad/jobs.sock"
     )
+    relays: Annotated[
+        tuple[Text, ...],
+        Meta(
+            description="Hosts whose `cadenza-agent --relay` may ask for any user, such as login nodes; the agent of "
+            "another host may ask for users with a job there"
+        ),
+    ] = ()
     metrics: Annotated[
         str,
         Meta(
@@ -325,6 +332,7 @@ def hub_settings(settings: Settings) -> HubSettings:
         settings.agent.heartbeat_s,
         max(ALIVE_HEARTBEATS * settings.agent.heartbeat_s, MIN_ALIVE_S),
         settings.sharing.yield_timeout_s,
+        frozenset(settings.service.relays),
     )
 
 

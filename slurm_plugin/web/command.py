@@ -14,6 +14,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.common import config_option, say
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
+from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
@@ -59,7 +60,7 @@ def command(*, whatifs: Path | None, listen: str, proxy: str | None, config: Pat
     # 2. The socket, and the pages on it.
     link = opened(listen)
     site = Site(store, whatifs, SystemClock())
-    settings = configured(Server(site, Viewers(store, proxy_uid)).application())
+    settings = configured(Server(site, Viewers(JobAccess(store, site.clock), proxy_uid)).application())
     say(f"listening: {listen if listen.startswith('/') else f'http://{listen}'}")
     uvicorn.Server(settings).run([link])
 

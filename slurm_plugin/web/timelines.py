@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from cadenza.slurm_plugin.cli.common import local
+from cadenza.sidecar.clock import local
 
 DATE, CLOCK = 5, 11
 """Places in a moment's text at which the date without its year begins, and the time."""

@@ -15,8 +15,8 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.idle_gpus import HOLDING
 from cadenza.policies.core.model import Gpu
 from cadenza.policies.core.text import gpu_names
-from cadenza.sidecar.clock import Clock
-from cadenza.slurm_plugin.cli.common import NO_ROUND, local
+from cadenza.sidecar.clock import Clock, local
+from cadenza.slurm_plugin.cli.common import NO_ROUND
 from cadenza.slurm_plugin.cli.jobs.render import milliseconds
 from cadenza.slurm_plugin.cli.jobs.top import view_of
 from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView, percentile
@@ -24,10 +24,11 @@ from cadenza.slurm_plugin.cli.jobs.why import effect_sentence, sections, state_l
 from cadenza.slurm_plugin.cli.report.sharing import gather, sheet
 from cadenza.slurm_plugin.report.draw import LIGHT
 from cadenza.slurm_plugin.report.units import about
+from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.store.reader import LeaseRow, Round, StoreReader, host_faults
 from cadenza.slurm_plugin.web.gpu_grid import partition_rows, squares
 from cadenza.slurm_plugin.web.timelines import Stretch, axis, columns, timeline
-from cadenza.slurm_plugin.web.viewers import RefusedError, Viewer
+from cadenza.slurm_plugin.web.viewers import RefusedError
 
 HOUR_S = 3600.0
 HOSTS_A_PAGE = 64
@@ -95,7 +96,7 @@ PageMaker: TypeAlias = Callable[[Site, StoreReader, Question], Page]
 def now(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the page of the last round: faults, figures, the GPUs of each host, partitions and jobs."""
     last, whole = site.seen(reader)
-    own = {job.id for job in whole.jobs if asked.viewer.may_read(job.user)}
+    own = {job.id for job in whole.jobs if asked.viewer.may_read(job.user, job.account)}
     view = _cut(whole, asked.viewer)
     hosts = squares(last.snapshot, last.memory, whole.gpus, own)
     pages = max(1, -(-len(hosts) // HOSTS_A_PAGE))
@@ -118,7 +119,7 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
     last = site.seen(reader).last
     owner = reader.owner(number, last)
     record = reader.job_record(number, MAX_ROWS, last)
-    if not asked.viewer.everything and (owner is None or not asked.viewer.may_read(owner)):
+    if not asked.viewer.everything and (owner is None or not asked.viewer.may_read(*owner)):
         raise RefusedError(404, f"job {number}: nothing on record of a job of yours")
     if not record.exists:
         raise RefusedError(404, f"job {number}: nothing on record; Cadenza never saw it or has deleted its record")
@@ -156,13 +157,13 @@ def host(site: Site, reader: StoreReader, asked: Question) -> Page:
     since_s = last.at_s - HOUR_S
     rows = [*reader.leases(since_s, host=asked.name), *(row for row in _current(last) if row.host == asked.name)]
     names = {one.key.id: one.name for one in last.snapshot.jobs}
-    owners = {one.key.id: one.user for one in last.snapshot.jobs}
+    owners = {one.key.id: (one.user, one.account) for one in last.snapshot.jobs}
     stretches: list[Stretch] = []
     colors: dict[int, int] = {}  # 0 stands for all jobs that the viewer may not see
     for row in sorted(rows, key=lambda row: -row.to_s):
         if row.job not in owners:
-            owners[row.job] = reader.past_owner(row.job) or ""
-        number = row.job if asked.viewer.may_read(owners[row.job]) else 0
+            owners[row.job] = reader.past_owner(row.job) or ("", "")
+        number = row.job if asked.viewer.may_read(*owners[row.job]) else 0
         color = colors.setdefault(number, 1 + len(colors) % (len(LIGHT) - 1) if number else 0)
         text = _stretch_text(row, f"job {row.job} {names.get(row.job, '')}".rstrip() if number else ANOTHER)
         stretches += (Stretch(f"GPU {gpu}", row.from_s, row.to_s, color, text) for gpu in row.gpus)
@@ -267,7 +268,7 @@ def _cut(view: TopView, viewer: Viewer) -> TopView:
     return replace(
         view,
         gpus=(),
-        jobs=tuple(job for job in view.jobs if viewer.may_read(job.user)),
+        jobs=tuple(job for job in view.jobs if viewer.may_read(job.user, job.account)),
         effects=tuple(effect for effect in view.effects if viewer.may_read(effect.user)),
         waiting_that_fit=(),
     )

@@ -85,7 +85,7 @@ class Server:
         )
 
     async def _page(self, make: PageMaker, request: Request) -> Response:
-        asked = self._question(request)
+        asked = await run_in_threadpool(self._question, request)
         key = (make, asked.viewer, asked.name, *(asked.query.get(word) for word in WORDS))
         async with self._locks[make]:  # requests that wait for the same page take no threads
             kept = self._kept.get(key)

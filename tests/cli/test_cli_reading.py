@@ -30,6 +30,7 @@ from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway import slurm_gateway, source_gateway
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
+from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.own_jobs import own_part
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import Round
@@ -100,11 +101,14 @@ def test_top_tells_a_user_which_gpus_others_have_and_not_who(config: Path) -> No
     for lease, idle, fit, others in ((held.lease, 0, (), [True, True]), (None, 0, (), [False, False])):
         seen = cluster(replace(held, lease=lease), late)
         last = Round(1, seen.time_s, seen, Memory(), Decision((), Memory()), Memory(), 0.1, "")
-        own = own_part(last, "bob", (), (), ())
-        view = build(own.round(), Recent(hosts=own.hosts, others=own.others), seen.time_s)
+        own = own_part(last, Viewer("bob"), (), (), ())
+        view = build(own.round(), Recent(hosts=own.hosts, others=dict(own.others)), seen.time_s)
         assert (view.idle_gpus, view.waiting_that_fit, [row.others for row in view.gpus]) == (idle, fit, others)
         text = printed(Screen(view))
-        assert ("another user's job" in text, "secret" in text, "idle GPUs 0" in text) == (any(others), False, True)
+        assert ("▶ another user's job" in text, "secret" in text, "idle GPUs 0" in text) == (any(others), False, True)
+        own = own_part(last, Viewer("bob", ids=True), (), (), ())
+        text = printed(Screen(build(own.round(), Recent(hosts=own.hosts, others=dict(own.others)), seen.time_s)))
+        assert ("▶ 1 another user's job" in text, "secret" in text) == (any(others), False)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, queue_rules, replayed
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
+from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -177,6 +179,23 @@ def test_one_user_on_screen_and_as_a_page(config: Path, tmp_path: Path) -> None:
     assert "1 job of 1 user had 0.083 GPU hours" in page.read_text()
     all_users = run("report", "--since", "1d", "--config", config)
     assert "undone: it brought nothing" in " ".join(all_users.stdout.split())
+
+
+def test_a_user_gets_the_report_on_their_own_jobs_from_the_service(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = OwnerSocket(tmp_path / "jobs.sock", tmp_path / "cadenza.db", SystemClock())
+    server.start()
+    words = f'[service]\nstore = "{tmp_path}/closed.db"\nsocket = "{tmp_path}/jobs.sock"\n'
+    (tmp_path / "users.toml").write_text(words)
+    try:
+        for viewer, users in ((Viewer("eve"), {"eve"}), (Viewer("zoe", everything=True), {"ada", "eve"})):
+            monkeypatch.setattr(JobAccess, "of_uid", lambda *_, viewer=viewer: viewer)
+            found = json.loads(run("report", "--since", "1d", "--config", tmp_path / "users.toml", "--json").stdout)
+            assert {row["user"] for row in found["users"]} == users
+            assert {row["job"] for row in found["jobs"]} == {2} if users == {"eve"} else {1, 2}
+    finally:
+        server.close()
 
 
 def test_why_and_top_show_what_was_measured(config: Path) -> None:

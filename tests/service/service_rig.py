@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -253,3 +254,27 @@ def write_config(folder: Path, policy: str = TURNS, **service: object) -> Path:
     path = folder / "cadenza.toml"
     path.write_text("\n".join(lines) + f"\n{policy}", encoding="utf-8")
     return path
+
+
+def as_nobody(check: Callable[[], bool]) -> bool:
+    """Return the result of ``check`` in a child process of another user."""
+    nobody = pwd.getpwnam("nobody")
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            os.setgroups([])
+            os.setresgid(nobody.pw_gid, nobody.pw_gid, nobody.pw_gid)
+            os.setresuid(nobody.pw_uid, nobody.pw_uid, nobody.pw_uid)
+            passed = check()
+        finally:
+            os._exit(0 if passed else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def refused(call: Callable[[], object], kind: type[Exception]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    return False

@@ -7,23 +7,24 @@ import json
 import os
 import pwd
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from service_rig import books, job, write_config
+from service_rig import as_nobody, books, job, refused, write_config
 
 from cadenza.policies.core.decision import Decision, Memory
+from cadenza.sidecar import local_socket
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
 from cadenza.slurm_plugin.cli import common
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.service import owner_socket
 from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
-from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest, may_read
+from cadenza.slurm_plugin.service.job_access import JobAccess
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -47,7 +48,7 @@ def site(tmp_path: Path) -> Iterator[Path]:
 
 def test_users_read_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(site / "jobs.sock", 2, 20).reason == "runs", "the service's own user and root read all"
-    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda _: NOBODY.pw_uid)
     record = ask(site / "jobs.sock", 1, 20)
     assert (record.reason, record.job.user if record.job else None) == ("waits", "nobody")
     for other in (2, 3):
@@ -57,7 +58,7 @@ def test_users_read_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPa
 
 def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(site, store=str(site / "closed.db"))
-    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda _: NOBODY.pw_uid)
     latest = ask_latest(site / "jobs.sock", 0.0)
     last = latest.round()
     assert last is not None
@@ -67,7 +68,7 @@ def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.Mon
     view = json.loads(CliRunner().invoke(main, ["top", "--once", "--json", "--config", str(config)]).stdout)
     assert [(one["id"], one["reason"]) for one in view["jobs"]] == [(1, "waits")]
     assert view["idle_gpus"] == 4 - 2, "others' jobs have GPUs, too"
-    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: 4_000_000_000)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda _: 4_000_000_000)
     with pytest.raises(ServiceError, match="does not know uid"):
         ask_latest(site / "jobs.sock", 0.0)
     away = write_config(site, store=str(site / "closed.db"), socket=str(site / "away" / "jobs.sock"))
@@ -77,12 +78,14 @@ def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.Mon
         assert "jobs run, and Slurm starts them, as usual" in done.stderr
 
 
-def test_who_may_read() -> None:
-    assert may_read(0, "ada")
-    assert may_read(os.geteuid(), "ada")
-    assert may_read(NOBODY.pw_uid, "nobody")
-    assert not may_read(NOBODY.pw_uid, "ada")
-    assert not may_read(4_000_000_000, "nobody"), "a user that this machine does not know"
+def test_who_may_read(site: Path) -> None:
+    access = JobAccess(site / "cadenza.db", SystemClock())
+    for uid in (0, os.geteuid()):
+        assert access.of_uid(uid).everything
+    assert access.of_uid(NOBODY.pw_uid).may_read("nobody")
+    assert not access.of_uid(NOBODY.pw_uid).may_read("ada")
+    assert not access.of_uid(4_000_000_000).may_read("nobody"), "a user that this machine does not know"
+    assert not access.of_uid(4_000_000_000).may_read("")
 
 
 @pytest.mark.parametrize(
@@ -109,16 +112,16 @@ def test_a_client_that_says_nothing_delays_the_next_one_only(site: Path) -> None
 
 
 def test_a_user_who_keeps_connections_open_delays_nobody_else(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_socket, "REQUEST_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    monkeypatch.setattr(local_socket, "REQUEST_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda _: NOBODY.pw_uid)
     with ExitStack() as stack:
         greedy = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(40)]
         for link in greedy:
             link.settimeout(10.0)
             link.connect(str(site / "jobs.sock"))
-        for link in greedy[owner_socket.CLIENTS_PER_USER :]:
+        for link in greedy[local_socket.CLIENTS_PER_USER :]:
             assert link.recv(1) == b"", "closed at once"
-        monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid + 1)
+        monkeypatch.setattr(local_socket, "peer_uid", lambda _: NOBODY.pw_uid + 1)
         with pytest.raises(ServiceError, match="nothing on record of a job of yours"):
             ask(site / "jobs.sock", 1, 20)
         greedy[0].sendall(b'{"job":1}\n')
@@ -126,19 +129,19 @@ def test_a_user_who_keeps_connections_open_delays_nobody_else(site: Path, monkey
 
 
 def test_a_request_that_comes_byte_by_byte_has_its_time(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_socket, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(local_socket, "REQUEST_TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
         slow.settimeout(0.01)
         slow.connect(str(site / "jobs.sock"))
         sent = 0
         with contextlib.suppress(OSError):  # until it is closed
-            while sent < owner_socket.MAX_REQUEST:
+            while sent < local_socket.MAX_REQUEST:
                 slow.send(b" ")
                 sent += 1
                 with contextlib.suppress(TimeoutError):
                     assert slow.recv(1) == b""
                     break
-    assert sent < owner_socket.MAX_REQUEST
+    assert sent < local_socket.MAX_REQUEST
 
 
 def test_a_store_that_cannot_be_read_is_no_end(site: Path) -> None:
@@ -159,29 +162,6 @@ def test_the_kernel_says_who_asks(site: Path) -> None:
     assert as_nobody(lambda: refused(lambda: StoreReader(site / "cadenza.db"), StoreError))
 
 
-def as_nobody(check: Callable[[], bool]) -> bool:
-    """Return the result of ``check`` in a child process of another user."""
-    child = os.fork()
-    if child == 0:
-        passed = False
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY.pw_gid, NOBODY.pw_gid, NOBODY.pw_gid)
-            os.setresuid(NOBODY.pw_uid, NOBODY.pw_uid, NOBODY.pw_uid)
-            passed = check()
-        finally:
-            os._exit(0 if passed else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def refused(call: Callable[[], object], kind: type[Exception]) -> bool:
-    try:
-        call()
-    except kind:
-        return True
-    return False
-
-
 def test_why_asks_the_service_when_the_store_cannot_be_read(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(site)
 
@@ -189,7 +169,7 @@ def test_why_asks_the_service_when_the_store_cannot_be_read(site: Path, monkeypa
         raise StoreError("cadenza.db: unable to open database file; may this user read it?")
 
     monkeypatch.setattr(common, "open_store", unreadable)
-    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda _: NOBODY.pw_uid)
     run = partial(CliRunner().invoke, main)
     assert "job 1: waits" in run(["why", "1", "--config", str(config)]).stdout
     refusal = run(["why", "2", "--config", str(config)])

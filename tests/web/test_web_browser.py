@@ -12,9 +12,10 @@ from web_rig import cluster, record, serving
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.web import web_pages
-from cadenza.slurm_plugin.web.viewers import Viewer, Viewers
+from cadenza.slurm_plugin.web.viewers import Viewers
 
 pytestmark = pytest.mark.browser
 

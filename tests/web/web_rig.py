@@ -18,6 +18,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey,
 from cadenza.policies.round import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
+from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.settings import Settings, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.web.command import opened
@@ -122,7 +123,8 @@ class Pages:
 def serving(store: Path, listen: str, whatifs: Path | None = None) -> Iterator[Pages]:
     """Serve the pages at a socket's path, or with ``127.0.0.1:0`` at a free port."""
     link = opened(listen)
-    application = Server(Site(store, whatifs, SystemClock()), Viewers(store, PROXY_UID)).application()
+    viewers = Viewers(JobAccess(store, SystemClock()), PROXY_UID)
+    application = Server(Site(store, whatifs, SystemClock()), viewers).application()
     server = uvicorn.Server(configured(application))
     thread = threading.Thread(target=server.run, args=([link],))
     thread.start()

@@ -49,6 +49,8 @@ class ServiceHandler:
             self._learn(order)
         elif isinstance(order, orders.PrefetchOrder):
             self.prefetcher.read(order)
+        elif not isinstance(order, orders.JobOrder):
+            return
         elif (lease := self.host.leases.get(JobKey(order.job, order.restart))) is not None:
             self._obey_for(lease, order)
         else:

@@ -89,7 +89,8 @@ def gpu_map(view: TopView, longest: int) -> Table:
             if job := jobs.get(number):
                 cells[job.lane or 0].append_text(marked(job, longest))
         if others:
-            cells[0].append_text(Text("▶ another user's job", style="dim"))
+            number = "" if holder is None else f"{holder} "
+            cells[0].append_text(Text(f"▶ {number}another user's job", style="dim"))
         table.add_row(gpu_names(Gpu(row.host, row.index) for row in rows), *cells)
     return table
 

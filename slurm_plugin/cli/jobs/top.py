@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cadenza.slurm_plugin.cli.common import DOWN, config_option, console, emit, json_option, store_or_socket
+from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, store_or_socket
 from cadenza.slurm_plugin.cli.jobs.view import STOPPED, Recent, TopView, build
 
 if TYPE_CHECKING:
@@ -53,18 +53,14 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
 def look(source: StoreReader | Path) -> TopView:
     """Return the current view of a store, or of the user's own jobs from the service's socket."""
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.owner_socket import ask_latest  # noqa: PLC0415
 
     now_s = SystemClock().now()
     if isinstance(source, Path):
-        try:
-            latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
-        except OSError:
-            raise StoreError(DOWN.format(source)) from None
+        latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
         last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
         rows = (latest.actions, latest.switches, effects, kill_switch(last))
-        return build(last, Recent(*rows, latest.hosts, latest.others), now_s)
+        return build(last, Recent(*rows, latest.hosts, dict(latest.others)), now_s)
     return view_of(source, source.round(), now_s)
 
 

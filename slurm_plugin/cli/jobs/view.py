@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -64,6 +65,7 @@ class JobRow(msgspec.Struct, frozen=True):
     """Library that requeues the job by itself, such as *lightning*."""
     placement: Placement = ()
     """Resources on each of its nodes: as tuned, otherwise as Slurm allocated them."""
+    account: str = ""
 
 
 class GpuRow(msgspec.Struct, frozen=True):
@@ -74,7 +76,7 @@ class GpuRow(msgspec.Struct, frozen=True):
     holder: int | None
     waiting: tuple[int, ...]
     others: bool = False
-    """True if a job of another user holds it, which this user may not see."""
+    """True if a job of another user holds it, of which this user may see no more than its number."""
 
 
 class TopView(msgspec.Struct, frozen=True):
@@ -119,8 +121,8 @@ class Recent(NamedTuple):
     """Faults of the store's file system, and the kill switch."""
     hosts: Sequence[HostGpus] | None = None
     """Idle GPUs where the round has a user's own jobs only; None: the round has all."""
-    others: Collection[Gpu] = ()
-    """GPUs that other users' jobs hold."""
+    others: Mapping[Gpu, int] = MappingProxyType({})
+    """GPUs that other users' jobs hold, with the job, or 0."""
 
 
 def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
@@ -185,7 +187,7 @@ def idle_and_waiting(last: Round, hosts: Sequence[HostGpus] | None = None) -> tu
     return sum(host.idle for host in hosts), tuple(sorted(fit))
 
 
-def gpu_rows(snapshot: ClusterSnapshot, others: Collection[Gpu] = ()) -> tuple[GpuRow, ...]:
+def gpu_rows(snapshot: ClusterSnapshot, others: Mapping[Gpu, int]) -> tuple[GpuRow, ...]:
     """Return a row for each physical GPU, in order."""
     counts = {node.host: node.gpus for node in snapshot.nodes if node.lane == 0}
     here: dict[Gpu, list[Job]] = {Gpu(host, index): [] for host, n in counts.items() for index in range(n)}
@@ -197,7 +199,7 @@ def gpu_rows(snapshot: ClusterSnapshot, others: Collection[Gpu] = ()) -> tuple[G
         holders = [job for job in jobs if job.lease and job.lease.state in ("held", "stopping")]
         behind = [job for job in jobs if job not in holders]
         waiting = sorted(behind, key=lambda job: ((job.lease or NO_LEASE).vtime_s, job.key))
-        holder = holders[0].key.id if holders else None
+        holder = holders[0].key.id if holders else others.get(gpu) or None
         rows.append(GpuRow(gpu.host, gpu.index, holder, tuple(job.key.id for job in waiting), gpu in others))
     return tuple(rows)
 
@@ -254,7 +256,7 @@ def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: Ac
         *job.key, job.name, job.user, job.state, lease.state if job.lease else "", job.opted_in, job.nodes,
         lease.gpus, job.gpus, lane, lease.ready, lease.why_not_ready, lease.step, lease.iteration_s, lease.held_s,
         lease.vtime_s, share, last, action.at_s if action else None, reason or (action.reason if action else ""),
-        lease.use, lease.requeue_owner, job.placement,
+        lease.use, lease.requeue_owner, job.placement, job.account,
     )  # fmt: skip
 
 

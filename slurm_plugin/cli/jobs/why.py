@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import DOWN, JobId, config_option, emit, json_option, say, store_or_socket
+from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say, store_or_socket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,17 +57,13 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
 
 def _record(job_id: int, config: Path | None) -> JobRecord:
     """Return a job's record from the store, or from the service if this user may not read the store."""
-    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.owner_socket import ask  # noqa: PLC0415
 
     source = store_or_socket(config)
     if not isinstance(source, Path):
         with source as reader:
             return reader.job_record(job_id, ROWS)
-    try:
-        return ask(source, job_id, ROWS)
-    except OSError:
-        raise StoreError(DOWN.format(source)) from None
+    return ask(source, job_id, ROWS)
 
 
 def summary(record: JobRecord) -> str:

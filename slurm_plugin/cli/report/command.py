@@ -13,8 +13,8 @@ from cadenza.slurm_plugin.cli.common import (
     emit,
     json_option,
     moment,
-    open_store,
     say,
+    store_or_socket,
 )
 
 RESULT_OPTIONS = ("baseline",)
@@ -40,6 +40,7 @@ def command(*, files: tuple[Path, ...], since: str | None, **words: Any) -> None
     of a bad result; exit code 3 means that matplotlib is missing.
 
     With --since: show GPU hours and waiting by user, and the measured effects of decisions, from the service's store.
+    Users who may not read the store get the report on their own jobs from the running service.
     """
     foreign, place = (RESULT_OPTIONS, "RESULT.json files") if since is not None else (SINCE_OPTIONS, "--since")
     if given := [name for name in foreign if words.pop(name) is not None]:
@@ -89,15 +90,20 @@ def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415 (slow, like all below)
     from cadenza.slurm_plugin.cli.report.sharing import gather, sheet, show, summary  # noqa: PLC0415
     from cadenza.slurm_plugin.report.sheet import render  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.owner_socket import ask_report  # noqa: PLC0415
 
     now_s = SystemClock().now()
     since_s = moment(since, now_s, "--since")
     until_s = now_s if until is None else moment(until, now_s, "--until")
     if until_s <= since_s:
         raise click.UsageError("--until is not after --since")
-    with open_store(options["config"]) as reader:
-        report = gather(reader, since_s, until_s, options["user"])
     user = options["user"]
+    source = store_or_socket(options["config"])
+    if isinstance(source, Path):
+        report = ask_report(source, since_s, until_s, user)
+    else:
+        with source as reader:
+            report = gather(reader, since_s, until_s, user)
     content = sheet(report, options["title"] or "Effect of sharing" + (f" for {user}" if user else ""))
     if output is not None:
         _write(output, render(content))

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, floor
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table as RichTable
 
-from cadenza.policies.core.errors import InputError
-from cadenza.slurm_plugin.cli.common import local
+from cadenza.sidecar.clock import local
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, replayed
 from cadenza.slurm_plugin.report.sheet import Card, Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.report.units import number
-from cadenza.slurm_plugin.service.accounting.sharing_report import (
-    Record,
-    Replay,
-    SharingReport,
-    Sums,
-    sharing_report,
-)
+from cadenza.slurm_plugin.service.accounting.sharing_report import Replay, SharingReport, Sums
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S
+from cadenza.slurm_plugin.service.own_jobs import recorded_report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,28 +69,13 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
 
     Raise InputError if nothing, or nothing of the user, is on record there.
     """
-    watched = reader.watched()
-    from_s, to_s = floor(since_s / HOUR_S) * HOUR_S, min(ceil(until_s / HOUR_S) * HOUR_S, reader.last_round_s())
-    within = {hour: seconds for hour, seconds in watched.items() if from_s <= hour * HOUR_S < to_s}
-    if not within:
-        hint = "is cadenzad running?"
-        if watched:
-            hint = f"on record: {local(min(watched) * HOUR_S)} to {local((max(watched) + 1) * HOUR_S)}"
-        raise InputError(f"{reader.path}: nothing on record from {local(since_s)} to {local(until_s)}; {hint}")
-    hours = reader.hours(from_s, to_s)
-    users = sorted({row.user for row in hours})
-    if user is not None and user not in users:
-        raise InputError(
-            f"--user {user}: no job of this user from {local(from_s)} to {local(to_s)}; on record: {', '.join(users)}"
-        )
-    starts, effects = reader.starts(from_s, to_s), reader.effects(from_s, to_s)
-    first_starts, idle_gpu_s = reader.first_starts(from_s, to_s), reader.idle_gpu_s(from_s, to_s)
-    found = sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts, idle_gpu_s), user)
+    found = recorded_report(reader, since_s, until_s, user)
     last = reader.round()
     if user is not None or last is None:  # the jobs of one user say nothing of the queue
         return found
     cluster = Cluster(last.snapshot.nodes, last.snapshot.site)
-    return msgspec.structs.replace(found, replay=replayed(first_starts, cluster, from_s, to_s))
+    starts = reader.first_starts(found.since_s, found.until_s)
+    return msgspec.structs.replace(found, replay=replayed(starts, cluster, found.since_s, found.until_s))
 
 
 def summary(report: SharingReport) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.core.text import printable
-from cadenza.slurm_plugin.cli.common import local
+from cadenza.sidecar.clock import local
 from cadenza.slurm_plugin.cli.watch.first_decision import Step
 from cadenza.slurm_plugin.cli.watch.watch_view import HostRow, WaitingRow, WatchView
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, number

@@ -31,6 +31,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.frames import ERRORS, FROM_AGENT, OtherVersionError
 from cadenza.sidecar.orders import (
     VERSION,
+    Ask,
     CheckpointOrder,
     Facts,
     Files,
@@ -59,6 +60,8 @@ T = TypeVar("T")
 
 MAX_FRAME = 16 * 2**20
 MAX_FRAMES_A_TURN = 1000
+MAX_FRAMES_UNREAD = 200
+"""Frames to one agent that wait in memory, of which each may be an answer of 1 MiB; further ones are not sent."""
 MAX_FRAMES_QUEUED = 32
 """Frames of one connection that wait in memory; further ones wait at the agent."""
 BYTES_S = 2.0**22
@@ -69,6 +72,8 @@ more. Frames beyond are dropped unread."""
 RECORDS_S = 50.0
 RECORDS_AT_ONCE = 10_000.0
 """Messages for the record that a host may send a second, and at once; more are dropped."""
+ASKS_S, ASKS_AT_ONCE = 20.0, 100.0
+"""Questions of users that a host may pass on a second, and at once."""
 HANDSHAKE_MS = 5000
 """Longest time of a connection until its key is checked."""
 NOT_CONNECTED = "its agent is not connected; is cadenza-agent running there?"
@@ -93,6 +98,8 @@ class HubSettings:
     alive_s: float = 6.0
     """Silence after which an agent does not count as alive."""
     yield_timeout_s: float = 60.0
+    relays: frozenset[str] = frozenset()
+    """Hosts that may ask for any user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,9 @@ class Hub:
         """Reports that have come."""
         self.refused: Counter[str] = Counter()
         """Refused frames by cause."""
+        self.on_ask: Callable[[Ask, frozenset[str] | None], object] = lambda *_: None
+        """Called in the hub's thread with a user's question, and with the users that have a job on its host, or None
+        for a host that may ask for any; ``send`` sends the answer."""
         self.address = ""
         """The address at which it listens once started (``tcp://*:0`` picks a port)."""
         self._clock = clock
@@ -282,6 +292,7 @@ class Hub:
         link.setsockopt(zmq.ROUTER_MANDATORY, 1)
         link.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         link.setsockopt(zmq.RCVHWM, MAX_FRAMES_QUEUED)
+        link.setsockopt(zmq.SNDHWM, MAX_FRAMES_UNREAD)
         link.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         link.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         link.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
@@ -445,6 +456,12 @@ class Hub:
             self._send_all(self._stops.on_steps(message, now_s))
         elif isinstance(message, Files):
             self._send_all(self._prefetches.on_files(message))
+        elif isinstance(message, Ask):
+            if not self._spend(f"ask {message.host}", ASKS_S, ASKS_AT_ONCE):
+                raise _RefusedError("asks", f"it passes on more than {ASKS_S:.0f} questions a second")
+            facts = self._sheet.facts.get(message.host)
+            users = frozenset(job.user for job in facts.jobs) if facts else frozenset()
+            self.on_ask(message, None if message.host in self.settings.relays else users)
         else:
             if isinstance(message, Switched):
                 self._send_all(self._stops.on_switched(message))

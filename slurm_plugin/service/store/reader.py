@@ -205,19 +205,23 @@ class StoreReader:
             return ()
         return (f"the disk of {self.path} is full: cadenzad does nothing that it cannot write down",)
 
-    def owner(self, job: int, last: Round | None = None) -> str | None:
-        """Return the user of a job that runs now, else of the one that last had this id; None if it was never seen.
+    def owner(self, job: int, last: Round | None = None) -> tuple[str, str] | None:
+        """Return user and account of a job that runs now, else of the one that last had this id; None if none had it.
 
         ``last``: the last round, by default read.
         """
         last = last or self.round()
-        users = [one.user for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
-        return users[0] if users else self.past_owner(job)
+        owners = [(one.user, one.account) for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
+        return owners[0] if owners else self.past_owner(job)
 
-    def past_owner(self, job: int) -> str | None:
-        """Return the user of the job that last had this id in an hour on record."""
-        rows = self._rows("SELECT user FROM hours WHERE job = ? ORDER BY hour DESC LIMIT 1", (job,))
-        return rows[0]["user"] if rows else None
+    def past_owner(self, job: int) -> tuple[str, str] | None:
+        """Return user and account of the job that last had this id in an hour on record; "" for an account unknown."""
+        rows = self._rows(
+            "SELECT user, coalesce(account, '') AS account FROM hours LEFT JOIN first_starts USING (job, user)"
+            " WHERE job = ? ORDER BY hour DESC LIMIT 1",
+            (job,),
+        )
+        return (rows[0]["user"], rows[0]["account"]) if rows else None
 
     def actions(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[ActionRow, ...]:
         """Return actions, newest first; of a job also those on several jobs, whose rows have the first one's number."""
