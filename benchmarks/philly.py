@@ -481,7 +481,7 @@ def lie_rows(table: Table, lie: str) -> Iterator[Row]:
         who = liars(keeps, Play(table.sample, lie=lie, draw=draw))
         gains.append(ratio(truth_s, run.jct_s, who))
         sums.append((truth_s[who].sum(), run.jct_s[who].sum()))
-    true_s, lied_s = np.sum(sums, axis=0)
+    true_s, lied_s = np.sum(sums, axis=0).tolist()
     yield Row(f"25% can move: the truth's completion to that of {title}", true_s / lied_s, 1.0, spread(gains))
 
 
