@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Square(NamedTuple):
     """One GPU: *held*, *free*, *awaited* (free while a job waits that fits) or *closed*, and jobs that wait for it."""
 
     state: str
-    own: bool
+    holder: int | None
     waiting: int
 
 
@@ -46,10 +46,8 @@ class PartitionRow:
     queued: int = 0
 
 
-def squares(
-    snapshot: ClusterSnapshot, memory: Memory, rows: Sequence[GpuRow], own: Collection[int]
-) -> tuple[HostSquares, ...]:
-    """Return the hosts in order; ``own``: numbers of the jobs that the viewer may see."""
+def squares(snapshot: ClusterSnapshot, memory: Memory, rows: Sequence[GpuRow]) -> tuple[HostSquares, ...]:
+    """Return the hosts in order."""
     free_hosts = free_gpus(snapshot)
     awaited = awaited_hosts(free_hosts, narrowest_waiting(snapshot, memory))
     nodes = {node.name: node for node in snapshot.nodes}
@@ -68,7 +66,7 @@ def squares(
             # Jobs without an agent hold GPUs of which Slurm's lists say the number only.
             state = "held" if row.holder is not None or left > 0 else free
             left -= row.holder is None
-            marks.append(Square(state, row.holder in own, len(row.waiting)))
+            marks.append(Square(state, row.holder, len(row.waiting)))
         found.append(HostSquares(node.host, tuple(marks), _words(marks)))
     return tuple(sorted(found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.idle_gpus import HOLDING
-from cadenza.policies.core.model import Gpu
+from cadenza.policies.core.model import Gpu, Job
 from cadenza.policies.core.text import gpu_names
 from cadenza.sidecar.clock import Clock, local
 from cadenza.slurm_plugin.cli.common import NO_ROUND
@@ -26,7 +27,7 @@ from cadenza.slurm_plugin.report.draw import LIGHT
 from cadenza.slurm_plugin.report.units import about
 from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.store.reader import LeaseRow, Round, StoreReader, host_faults
-from cadenza.slurm_plugin.web.gpu_grid import partition_rows, squares
+from cadenza.slurm_plugin.web.gpu_grid import HostSquares, PartitionRow, partition_rows, squares
 from cadenza.slurm_plugin.web.timelines import Stretch, axis, columns, timeline
 from cadenza.slurm_plugin.web.viewers import RefusedError
 
@@ -61,10 +62,28 @@ class Question(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The last round, and what ``top`` shows of it."""
+    """The last round, what ``top`` shows of it, and all that is the same for every viewer."""
 
     last: Round
     view: TopView
+    hosts: tuple[HostSquares, ...]
+    partitions: tuple[PartitionRow, ...]
+    places: Mapping[tuple[str, str], Sequence[int]]
+    """Places in the view's jobs of those of each user and account."""
+    jobs: Mapping[int, Job]
+
+    def cut(self, viewer: Viewer) -> TopView:
+        """Return the view without the jobs of others, as ``top`` shows it to this viewer; counts stay."""
+        if viewer.everything:
+            return self.view
+        own = sorted(at for owner, places in self.places.items() if viewer.may_read(*owner) for at in places)
+        return replace(
+            self.view,
+            gpus=(),
+            jobs=tuple(self.view.jobs[at] for at in own),
+            effects=tuple(effect for effect in self.view.effects if viewer.may_read(effect.user)),
+            waiting_that_fit=(),
+        )
 
 
 @dataclass
@@ -86,8 +105,17 @@ class Site:
             if kept is None or kept[0] != key:
                 if (last := reader.round()) is None:
                     raise RefusedError(503, NO_ROUND)
-                self._seen = kept = key, Seen(last, view_of(reader, last, now_s))
+                self._seen = kept = key, _seen(last, view_of(reader, last, now_s))
         return kept[1]
+
+
+def _seen(last: Round, view: TopView) -> Seen:
+    hosts = squares(last.snapshot, last.memory, view.gpus)
+    places: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, one in enumerate(view.jobs):
+        places[one.user, one.account].append(at)
+    jobs = {one.key.id: one for one in last.snapshot.jobs}
+    return Seen(last, view, hosts, partition_rows(last.snapshot, hosts), places, jobs)
 
 
 PageMaker: TypeAlias = Callable[[Site, StoreReader, Question], Page]
@@ -95,17 +123,16 @@ PageMaker: TypeAlias = Callable[[Site, StoreReader, Question], Page]
 
 def now(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the page of the last round: faults, figures, the GPUs of each host, partitions and jobs."""
-    last, whole = site.seen(reader)
-    own = {job.id for job in whole.jobs if asked.viewer.may_read(job.user, job.account)}
-    view = _cut(whole, asked.viewer)
-    hosts = squares(last.snapshot, last.memory, whole.gpus, own)
+    seen = site.seen(reader)
+    view, hosts = seen.cut(asked.viewer), seen.hosts
     pages = max(1, -(-len(hosts) // HOSTS_A_PAGE))
     times = (("p50", view.yield_p50_s), ("p99", view.yield_p99_s))
     page = min(max(_number(asked.query.get("page", "1")), 1), pages)
     values = {
-        "view": view, "at": local_second(last.at_s), "alive": sum(agent.alive for agent in view.agents),
-        "partitions": partition_rows(last.snapshot, hosts), "page": page, "pages": pages, "all_hosts": len(hosts),
-        "hosts": hosts[(page - 1) * HOSTS_A_PAGE : page * HOSTS_A_PAGE], "waiting": len(whole.waiting_that_fit),
+        "view": view, "at": local_second(seen.last.at_s), "alive": sum(agent.alive for agent in view.agents),
+        "partitions": seen.partitions, "own": {one.id for one in view.jobs},
+        "page": page, "pages": pages, "all_hosts": len(hosts),
+        "hosts": hosts[(page - 1) * HOSTS_A_PAGE : page * HOSTS_A_PAGE], "waiting": len(seen.view.waiting_that_fit),
         "yields": [(part, milliseconds(time_s)) for part, time_s in times if time_s is not None],
         "jobs": job_cells(view.jobs[:MAX_JOBS]), "more_jobs": len(view.jobs) - MAX_JOBS,
         "effects": [(one.job, local_second(one.at_s), effect_sentence(one)) for one in view.effects],
@@ -150,25 +177,27 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
 
 def host(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return a host's last hour: who had each of its GPUs, its lanes and its faults."""
-    last, whole = site.seen(reader)
+    seen = site.seen(reader)
+    last = seen.last
     nodes = [node for node in last.snapshot.nodes if node.host == asked.name]
     if not nodes:
         raise RefusedError(404, "Slurm has no host of this name")
     since_s = last.at_s - HOUR_S
     rows = [*reader.leases(since_s, host=asked.name), *(row for row in _current(last) if row.host == asked.name)]
-    names = {one.key.id: one.name for one in last.snapshot.jobs}
-    owners = {one.key.id: (one.user, one.account) for one in last.snapshot.jobs}
+    past: dict[int, tuple[str, str]] = {}
     stretches: list[Stretch] = []
     colors: dict[int, int] = {}  # 0 stands for all jobs that the viewer may not see
     for row in sorted(rows, key=lambda row: -row.to_s):
-        if row.job not in owners:
-            owners[row.job] = reader.past_owner(row.job) or ("", "")
-        number = row.job if asked.viewer.may_read(*owners[row.job]) else 0
+        one = seen.jobs.get(row.job)
+        if one is None and row.job not in past:
+            past[row.job] = reader.past_owner(row.job) or ("", "")
+        owner = (one.user, one.account) if one else past[row.job]
+        number = row.job if asked.viewer.may_read(*owner) else 0
         color = colors.setdefault(number, 1 + len(colors) % (len(LIGHT) - 1) if number else 0)
-        text = _stretch_text(row, f"job {row.job} {names.get(row.job, '')}".rstrip() if number else ANOTHER)
+        text = _stretch_text(row, f"job {row.job} {one.name if one else ''}".rstrip() if number else ANOTHER)
         stretches += (Stretch(f"GPU {gpu}", row.from_s, row.to_s, color, text) for gpu in row.gpus)
     gpus = [f"GPU {at}" for at in range(max(node.gpus for node in nodes))]
-    here = [one for one in _cut(whole, asked.viewer).jobs if {gpu.host for gpu in one.gpus} & {asked.name}]
+    here = [one for one in seen.cut(asked.viewer).jobs if {gpu.host for gpu in one.gpus} & {asked.name}]
     values = {
         "host": asked.name, "drawing": timeline(stretches, gpus, since_s, last.at_s), "jobs": job_cells(here),
         "colors": [(color, number) for number, color in colors.items()][:MAX_ROWS],
@@ -259,19 +288,6 @@ def job_cells(jobs: Sequence[JobRow]) -> Iterator[Mapping[str, str | int]]:
             "share": f"{one.share:.0%}" if one.share is not None else "", "action": one.last_action,
             "why": one.reason or (one.why_not_ready if one.lease else ""),
         }  # fmt: skip
-
-
-def _cut(view: TopView, viewer: Viewer) -> TopView:
-    """Return the view without the jobs of others, as ``top`` shows it to this viewer; counts stay."""
-    if viewer.everything:
-        return view
-    return replace(
-        view,
-        gpus=(),
-        jobs=tuple(job for job in view.jobs if viewer.may_read(job.user, job.account)),
-        effects=tuple(effect for effect in view.effects if viewer.may_read(effect.user)),
-        waiting_that_fit=(),
-    )
 
 
 def _current(last: Round) -> Iterator[LeaseRow]:

@@ -202,6 +202,9 @@ def test_a_round_is_decoded_once_for_all_and_the_next_one_is_seen(
     made: list[int] = []
     build = web_pages.view_of
     monkeypatch.setattr(web_pages, "view_of", lambda *words: made.append(1) or build(*words))
+    drawn: list[int] = []
+    draw = web_pages.squares
+    monkeypatch.setattr(web_pages, "squares", lambda *words: drawn.append(1) or draw(*words))
     monkeypatch.setattr(viewers, "peer_uid", lambda _: PROXY_UID)
     monkeypatch.setattr(web_pages, "STALE_AFTER_S", 1e9)
     moments = itertools.count(0.0, 100.0)  # no page is kept for long
@@ -215,7 +218,7 @@ def test_a_round_is_decoded_once_for_all_and_the_next_one_is_seen(
         writer.begin(cluster(), Decision((), Memory(), {}), (), Memory())
         writer.close()
         assert "Round 3 at" in found.get("/", *named("ada")).text
-        assert len(made) == 2
+        assert (len(made), len(drawn)) == (2, 2)
 
 
 def test_a_job_that_has_ended_keeps_its_story_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

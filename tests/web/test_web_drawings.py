@@ -51,13 +51,13 @@ def test_gpus_of_jobs_without_an_agent_count_as_held_and_a_drained_host_is_close
     unknown = replace(job(9, "eve", "held", (Gpu("n3", 0), Gpu("n3", 1))), lease=None)
     nodes = tuple(replace(node, gpus_used=3) if node.name == "n4" else node for node in snapshot.nodes)
     snapshot = replace(snapshot, jobs=(*snapshot.jobs, unknown), nodes=nodes)
-    hosts = squares(snapshot, Memory(), view.gpu_rows(snapshot), {1})
+    hosts = squares(snapshot, Memory(), view.gpu_rows(snapshot, {}))
     texts = {host.name: host.text for host in hosts}
     assert texts["n1"] == "8 GPUs: 8 held; jobs wait for a turn on 8"
     assert texts["n3"] == "8 GPUs: 2 held, 6 free although a job waits that fits"
     assert texts["n4"] == "8 GPUs: 3 held, 5 closed"
-    assert {square.own for host in hosts for square in host.squares if host.name == "n1"} == {True}
-    assert not any(square.own for host in hosts for square in host.squares if host.name != "n1")
+    assert {square.holder for host in hosts for square in host.squares if host.name == "n1"} == {1}
+    assert not any(square.holder == 1 for host in hosts for square in host.squares if host.name != "n1")
     (row,) = partition_rows(snapshot, hosts)
     assert (row.hosts, row.gpus, row.held, row.free, row.closed) == (4, 32, 17, 10, 5)
     assert (row.running, row.waiting, row.queued) == (3, 1, 1)
