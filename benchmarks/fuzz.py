@@ -62,7 +62,6 @@ from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.service.agents.agent_registry import AgentRegistry
 from cadenza.slurm_plugin.service.settings import load_settings
-from cadenza.slurm_plugin.sweep import errors as sweep_errors
 from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.controller import read_head
 from cadenza.slurm_plugin.sweep.journal import Reports, TrialState, read_state
@@ -363,7 +362,7 @@ def of_files(folder: Path) -> list[Boundary]:
     record = b'{"kind":"asked","trial":1,"config":{"lr":0.1},"key":null}\n{"kind":"live","trial":1,"job":5}\n'
     reports = b'{"step":1,"value":0.5,"time_s":9}\n{"step":2,"value":0.6,"time_s":10}\n'
     inputs = (InputError,)
-    of_sweeps = (sweep_errors.InputError, ConfigError)
+    of_sweeps = (InputError,)
     return [
         Boundary(
             "settings of the service", file_of(folder, "service.toml", load_settings), (ConfigError,), (toml,),

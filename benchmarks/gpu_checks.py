@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from gpu_rows import SPEEDS, Figures, MissedError, NotRunError, check, require, speed_row, tell
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.telemetry.gpus import driver_version, nvml_devices
 from cadenza.sidecar.client.bootstrap.offload_trial import random_tensors, segments_of, use
 from cadenza.sidecar.client.errors import NoRoomError
@@ -455,7 +455,7 @@ def process_checkpoint(gpu: Gpu, row: Figures) -> None:
     """Take an unmodified process off the GPU by the driver, and bring it back."""
     try:
         cuda = Cuda()
-    except EnvironmentLacksError as error:
+    except EnvironmentLacks as error:
         raise NotRunError(str(error)) from None
     plain = PlainCopy(gpu, gpu.scale.state << 20)
     peer = {way: max(plain.rate(out=out) for _ in range(3)) for way, out in (("checkpoint", True), ("restore", False))}

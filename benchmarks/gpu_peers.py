@@ -23,8 +23,8 @@ import torch
 from gpu_checks import LOCK_MS, MIB, Gpu, sums
 from gpu_rows import Figures, NotRunError, check, require
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.client.bootstrap.offload_trial import segments_of
 from cadenza.sidecar.client.offload.engine import Offload
 
@@ -119,7 +119,7 @@ def by_driver(gpu: Gpu, figures: Figures) -> None:
     """Checkpoint and restore a process with this state by the driver."""
     try:
         cuda = Cuda()
-    except EnvironmentLacksError as error:
+    except EnvironmentLacks as error:
         raise NotRunError(str(error)) from None
     process = Process("engine", str(gpu.scale.state))
     pid = process.process.pid

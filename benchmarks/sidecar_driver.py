@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 
 GB = 1 << 30
 SIZES_GB = (1, 10, 40)
@@ -90,7 +90,7 @@ def run(sizes: list[int]) -> Row:
     """Return all rows, and what was not run."""
     try:
         cuda = Cuda()
-    except EnvironmentLacksError as error:
+    except EnvironmentLacks as error:
         return {"rows": [], "not_run": [f"everything: {error}"]}
     unused = free_bytes()
     rows, missing = [], []

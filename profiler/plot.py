@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 
-from cadenza.profiler.errors import EnvironmentLacks
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.profiler.profile_builder import Finding, best_cpus
 
 BLUE, GRAY, INK = "#2a6fbb", "#8a8f98", "#22262b"

@@ -24,8 +24,8 @@ Key: TypeAlias = tuple[str, ...]
 """Names from the top level down."""
 
 
-class ConfigError(Exception):
-    """A settings or key file is wrong; the admin must correct the named file (exit code 2)."""
+class ConfigError(InputError):
+    """A settings or key file is wrong; the admin must correct the named file."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("\n".join(faults))

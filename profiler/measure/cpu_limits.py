@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cadenza.profiler.errors import EnvironmentLacks
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.tuning.limits import PERIOD_US, put_bandwidth
 
 CGROUPS = Path("/sys/fs/cgroup")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cadenza.policies.core.errors import CadenzaError
 
-class AgentError(Exception):
+
+class AgentError(CadenzaError):
     """Base of the agent's own errors."""
 
 
@@ -25,7 +27,3 @@ class LeaseConflictError(AgentError):
 
 class StateFileError(AgentError):
     """The leases cannot be read or written; the admin must look at the state directory."""
-
-
-class EnvironmentLacksError(AgentError):
-    """Something that the agent needs is not on the machine (exit code 3); the admin must provide it."""

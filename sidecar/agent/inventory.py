@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.ipc.processes import boot_id, uid_of
 from cadenza.sidecar.agent.ipc.slurm_steps import Step, steps
 from cadenza.sidecar.agent.leases import handover
@@ -52,11 +52,11 @@ class JobHere(msgspec.Struct, frozen=True, order=True):
 def jobs_here(settings: AgentSettings) -> tuple[JobHere, ...]:
     """Return the jobs that have a step on this host now.
 
-    Raise EnvironmentLacksError for other users than root, whose /proc does not show all steps, and StateFileError if
+    Raise EnvironmentLacks for other users than root, whose /proc does not show all steps, and StateFileError if
     the file of leases is damaged: a script must not take either for an empty host.
     """
     if os.geteuid() != 0:
-        raise EnvironmentLacksError("--jobs: only root sees all jobs of this host")
+        raise EnvironmentLacks("--jobs: only root sees all jobs of this host")
     runtime = Path(settings.socket).parent
     saved = LeaseFile(Path(settings.state_dir), boot_id(), runtime).read().leases
     return inventory(steps(), handover.read_all(runtime / "jobs"), saved)

@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 import msgspec
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.sidecar.agent.daemon import Daemon
-from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
 from cadenza.sidecar.agent.inventory import HEADER, jobs_here
 from cadenza.sidecar.agent.log_filter import ForeignText
 from cadenza.sidecar.agent.relay import serve_relay
 from cadenza.sidecar.agent_settings import load_settings
-from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.sidecar.daemon_log import set_up_logging
 
 
@@ -59,15 +59,8 @@ def main(config: Path, *, jobs: bool, relay: bool, as_json: bool, debug: bool) -
             serve_relay(load_settings(config))
         # its own uid may register jobs besides root, so that it can be tried without root
         Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()
-    except (ConfigError, AgentError) as error:
+    except CadenzaError as error:
         if debug:
             logging.getLogger(__name__).exception("stopped")
         click.echo(f"cadenza-agent: {error}", err=True)
-        sys.exit(exit_code(error))
-
-
-def exit_code(error: Exception) -> int:
-    """Return the exit code for an error of the agent."""
-    if isinstance(error, ConfigError):
-        return 2
-    return 3 if isinstance(error, EnvironmentLacksError) else 1
+        sys.exit(error.exit_code)

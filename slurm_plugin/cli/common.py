@@ -119,7 +119,7 @@ def store_or_socket(config: Path | None) -> StoreReader | Path:
     Raise StoreError if none of them can be asked.
     """
     from cadenza.sidecar.agent_settings import load_settings as load_agent  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     table = load_settings(config).service

@@ -39,18 +39,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """The commands by their readers: with those below profile and sweep 22 at most, with 110 options."""
 
-USAGE, ENVIRONMENT = 2, 3
-EXIT_CODES = {
-    "ConfigError": USAGE,
-    "InputError": USAGE,
-    "RequestError": USAGE,
-    "SlurmUnavailable": ENVIRONMENT,
-    "EnvironmentLacks": ENVIRONMENT,
-    "StoreError": ENVIRONMENT,
-    "HubError": ENVIRONMENT,
-}
-"""Exit codes by class name, because importing the errors of every package would slow down each command; others: 1."""
-
 
 class Commands(LazyGroup):
     """All commands; their errors become exit codes."""
@@ -69,17 +57,7 @@ class Commands(LazyGroup):
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and of_file else str(error)
             lines = getattr(error, "faults", (text,))
             say(*(line if line.startswith("  ") else f"cadenza: {line}" for line in lines), err=True)
-            ctx.exit(ENVIRONMENT if of_file else exit_code(error))
-
-
-def exit_code(error: Exception) -> int:
-    """Return the exit code for an error of our packages.
-
-    >>> exit_code(ValueError("x"))
-    1
-    """
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return next((EXIT_CODES[name] for name in names if name in EXIT_CODES), 1)
+            ctx.exit(3 if of_file else getattr(error, "exit_code", 1))
 
 
 @click.group(

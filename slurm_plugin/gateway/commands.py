@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, errno_of
+from cadenza.policies.core.errors import EnvironmentLacks
+from cadenza.slurm_plugin.gateway.slurm_errno import errno_of
 
 FORMATS = ("v0.0.46", "v0.0.45", "v0.0.44", "v0.0.43", "v0.0.42")
 """Versions of Slurm's data parser that are read, the newest first: 24.11 has up to 42, 26.11 from 43 on."""

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar import clock
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway import slurm_json
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_answer
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, Refused
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 from cadenza.slurm_plugin.gateway.worker import send

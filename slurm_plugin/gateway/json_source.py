@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.text import printable
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.commands import Refusal, command, json_answer, json_format
 from cadenza.slurm_plugin.gateway.comment import KEY
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
 from cadenza.slurm_plugin.gateway.json_reader import JsonReader
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.gateway.slurm_json import (

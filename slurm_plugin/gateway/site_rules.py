@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isnan
 from typing import Any
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.slurm_plugin.gateway.commands import Refusal, answer
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SiteReader:
             self._accounted = rules.pop("accounting", self._accounted)
             self._rules |= rules
             self._failed.discard(words[0] + read.__name__)
-        except (Refusal, GatewayError, ValueError) as error:
+        except (Refusal, CadenzaError, ValueError) as error:
             if words[0] + read.__name__ not in self._failed:
                 log.warning("the site's rules: %s; what was known of them before still counts", error)
             self._failed.add(words[0] + read.__name__)

@@ -9,8 +9,8 @@ from typing import Protocol, cast
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar.config import ConfigError
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.commands import Refusal, answer, json_answer
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 
 TIMEOUT_S = 30.0
 _MODULE = "cadenza.slurm_plugin.gateway.source_gateway"

@@ -27,16 +27,10 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     WeighNode,
 )
+from cadenza.policies.core.errors import CadenzaError, EnvironmentLacks
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar import clock
-from cadenza.slurm_plugin.gateway.errors import (
-    EnvironmentLacks,
-    GatewayError,
-    NotForSlurm,
-    StaleState,
-    WorkerHung,
-    WorkerLost,
-)
+from cadenza.slurm_plugin.errors import GatewayError, NotForSlurm, StaleState, WorkerHung, WorkerLost
 from cadenza.slurm_plugin.gateway.json_source import JsonSource, TextCommands, release_of_commands
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor
 from cadenza.slurm_plugin.gateway.translate import Known, slurm_state_of, snapshot
@@ -104,7 +98,7 @@ class SlurmGateway:
         """Carry out one action; a failure is an Outcome that names who must act."""
         try:
             self.act(action)
-        except GatewayError as error:
+        except CadenzaError as error:
             return Outcome(ok=False, error=str(error))
         return Outcome(ok=True)
 

@@ -14,16 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.policies.core.errors import CadenzaError, EnvironmentLacks
 from cadenza.sidecar.clock import monotonic
-from cadenza.slurm_plugin.gateway.errors import (
-    ActionRefused,
-    EnvironmentLacks,
-    GatewayError,
-    StaleState,
-    WorkerHung,
-    WorkerLost,
-    slurm_error,
-)
+from cadenza.slurm_plugin.errors import ActionRefused, StaleState, WorkerHung, WorkerLost
+from cadenza.slurm_plugin.gateway.slurm_errno import slurm_error
 
 REPEATABLE = frozenset({"ping", "read", "look"})
 """Requests that change nothing, so that they may be sent again after a crash."""
@@ -64,7 +58,7 @@ class WorkerProcess:
             if "lacks" in first:
                 raise EnvironmentLacks(f"{first['lacks']}; build it for this Slurm, see docs/install.md")
             self.greeting: dict[str, Any] = dict(first["greeting"])
-        except GatewayError:
+        except CadenzaError:
             self.kill()
             raise
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import escape
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-class EnvironmentLacks(Exception):  # noqa: N818 (named for what is wrong, as elsewhere)
-    """Missing package that the page needs; the message names it."""
 
 
 # --- Colors and line styles ----------------------------------------------------------------------------------

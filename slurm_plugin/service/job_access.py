@@ -14,8 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.sidecar.clock import Clock
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, slurm_config
 
 NAME = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
@@ -120,7 +120,7 @@ def by_slurm(name: str) -> Viewer:
     try:
         ids = "jobs" not in slurm_config()["PrivateData"]
         answer = answer_of((*question, "format=adminlevel,coordinators"), TIMEOUT_S)
-    except (GatewayError, KeyError):
+    except (CadenzaError, KeyError):
         return Viewer(name)
     level, _, accounts = answer.strip().partition("|")
     return Viewer(name, level in ("Operator", "Administrator"), frozenset(filter(None, accounts.split(","))), ids)

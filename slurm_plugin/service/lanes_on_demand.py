@@ -17,8 +17,8 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Node
 from cadenza.policies.sharing.turns.lanes import WEIGHT_STEP
 from cadenza.sidecar.bounds import Name
 from cadenza.sidecar.orders import LaneOrder
+from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import request_files
-from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.settings import LaneCount, Settings
 
 log = logging.getLogger(__name__)

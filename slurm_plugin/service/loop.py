@@ -25,12 +25,12 @@ from cadenza.policies.round import Live, RoundReport, run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.sd_notify import notify
+from cadenza.slurm_plugin.errors import HubError, RequestError, StoreError
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service import lanes_on_demand, move_requests
 from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
-from cadenza.slurm_plugin.service.errors import HubError, RequestError, StoreError
 from cadenza.slurm_plugin.service.failover.release_round import (
     adopted,
     release_round,

@@ -15,18 +15,18 @@ from typing import Any
 
 import click
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.sidecar.daemon_log import set_up_logging
 from cadenza.sidecar.metrics_server import MetricsServer, new_registry
 from cadenza.sidecar.orders import Ask
 from cadenza.sidecar.sd_notify import notify
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.gateway import source_gateway
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
 from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.agents.hub import Hub
-from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
 from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_unrecorded
@@ -39,7 +39,7 @@ from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 log = logging.getLogger(__name__)
 
-FAILED, USAGE, LACKING = 1, 2, 3
+FAILED = 1
 TAKE_OVER_S = 10.0
 """Longest wait of a new service for its predecessor's watchdog to finish an attempt."""
 
@@ -58,18 +58,11 @@ def main(*, config: Path, once: bool, seed: int | None, debug: bool) -> None:
     try:
         settings = load_settings(config)
         sys.exit(serve(settings, config, once=once, seed=seed))
-    except (ConfigError, ServiceError, GatewayError) as error:
+    except CadenzaError as error:
         if debug:
             log.exception("cadenzad cannot run")
         click.echo(f"cadenzad: {error}", err=True)
-        sys.exit(exit_code(error))
-
-
-def exit_code(error: Exception) -> int:
-    """Return the exit code of an error that keeps the service from running."""
-    if isinstance(error, ConfigError):
-        return USAGE
-    return LACKING if isinstance(error, HubError | StoreError | EnvironmentLacks) else FAILED
+        sys.exit(error.exit_code)
 
 
 def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> int:
@@ -132,7 +125,7 @@ def _metrics_server(loop: Loop, parts: Parts) -> MetricsServer:
     greeting: dict[str, Any] = {}
     if isinstance(parts.slurm, source_gateway.SlurmGateway):
         parts.slurm.asked = metrics.asked
-        with suppress(GatewayError):  # a Slurm that does not answer now is no reason to have no metrics
+        with suppress(CadenzaError):  # a Slurm that does not answer now is no reason to have no metrics
             greeting = parts.slurm.greeting()
     sources = Sources(
         {

@@ -16,8 +16,8 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, Share
 from cadenza.policies.core.move import Move, Wanted
 from cadenza.policies.relocation.phases import refusal_reason
+from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import request_files
-from cadenza.slurm_plugin.service.errors import RequestError
 
 log = logging.getLogger(__name__)
 

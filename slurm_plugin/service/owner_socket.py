@@ -26,8 +26,8 @@ from cadenza.sidecar.bounds import Name
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.local_socket import LocalSocket
 from cadenza.sidecar.orders import MAX_TOLD, VERSION, Ask, Told
+from cadenza.slurm_plugin.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service.accounting.sharing_report import SharingReport
-from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
 from cadenza.slurm_plugin.service.own_jobs import Latest, own_part, recorded_report
 from cadenza.slurm_plugin.service.store.reader import JobRecord, StoreReader

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.slurm_plugin.service.errors import RequestError
+from cadenza.slurm_plugin.errors import RequestError
 
 
 def folder(store: Path, kind: str) -> Path:

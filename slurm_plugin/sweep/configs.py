@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct, structs
 
-from cadenza.policies.core.errors import InputError as PolicyInputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import decode, read_table
 from cadenza.policies.sweep.learning_curve import Goal
 from cadenza.sidecar.config import load_file, where
-from cadenza.slurm_plugin.sweep.errors import InputError
 from cadenza.slurm_plugin.sweep.study_plan import Plan, Stop
 
 Config: TypeAlias = dict[str, Any]
@@ -118,8 +117,6 @@ def read_configs(path: Path) -> list[Config]:
         text = decode(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except PolicyInputError as error:
-        raise InputError(str(error)) from None
     if path.suffix == ".csv":
         return _checked_all(_csv(text, path))
     if path.suffix == ".jsonl":
@@ -128,10 +125,7 @@ def read_configs(path: Path) -> list[Config]:
 
 
 def _csv(text: str, path: Path) -> Iterator[tuple[str, Config]]:
-    try:
-        table = read_table(text, str(path), (), None)
-    except PolicyInputError as error:
-        raise InputError(str(error)) from None
+    table = read_table(text, str(path), (), None)
     for line, cells in table.rows:
         yield f"{path}:{line}", dict(zip(table.columns, cells, strict=True))
 

@@ -10,10 +10,11 @@ from typing import Any, Self
 
 import msgspec
 
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind, scored
 from cadenza.sidecar import clock
+from cadenza.slurm_plugin.errors import SlurmUnavailable, SubmitError
 from cadenza.slurm_plugin.sweep.configs import Config, Study, check_config
-from cadenza.slurm_plugin.sweep.errors import InputError, SlurmUnavailable, SubmitError
 from cadenza.slurm_plugin.sweep.journal import (
     Journal,
     Record,

@@ -11,9 +11,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.sweep.learning_curve import Goal, Trial
+from cadenza.slurm_plugin.errors import BusyError
 from cadenza.slurm_plugin.sweep.configs import Config
-from cadenza.slurm_plugin.sweep.errors import BusyError, InputError
 
 State: TypeAlias = Literal["new", "submitting", "live", "done", "stopped", "failed", "cancelled", "gone"]
 ENDED = frozenset({"done", "stopped", "failed", "cancelled", "gone"})

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.sweep.configs import RESERVED
-from cadenza.slurm_plugin.sweep.errors import InputError
 
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 """``{name}``, but not the shell's ``${name}``."""

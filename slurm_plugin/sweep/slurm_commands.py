@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.policies.core.text import printable
-from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
+from cadenza.slurm_plugin.errors import SlurmUnavailable, SubmitError
 
 COMMAND_TIMEOUT_S = 60.0
 TAIL_BYTES, LAST_LINES, MAX_REASON = 4000, 3, 600

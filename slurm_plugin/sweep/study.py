@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from cadenza.policies.core.errors import EnvironmentLacks, InputError
 from cadenza.sidecar import clock
 from cadenza.slurm_plugin.sweep.configs import Study
 from cadenza.slurm_plugin.sweep.controller import Sweep
-from cadenza.slurm_plugin.sweep.errors import EnvironmentLacks, InputError
 from cadenza.slurm_plugin.sweep.journal import TrialState
 
 if TYPE_CHECKING:

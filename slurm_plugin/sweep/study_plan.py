@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.sweep.learning_curve import Goal, Rule, Trial
 from cadenza.policies.sweep.stopping_rules import asha_rule, curve_rule, median_rule
-from cadenza.slurm_plugin.sweep.errors import InputError
 
 RULES = ("none", "median", "asha", "curve")
 

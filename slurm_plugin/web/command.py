@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.common import config_option, say
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
 from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader

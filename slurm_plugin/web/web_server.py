@@ -19,9 +19,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from cadenza.policies.core.text import printable
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.report.draw import DARK, LIGHT
 from cadenza.slurm_plugin.report.units import NARROW
-from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.web import web_pages
 from cadenza.slurm_plugin.web.viewers import PeerProtocol, RefusedError, Viewers

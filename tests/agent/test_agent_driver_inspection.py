@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.driver.inspection import Inspector
 from cadenza.sidecar.agent.driver.protocol import InspectCall
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 
 MAPS = "7f00-7f10 r--p 0 00:00 1 /usr/lib/x.so\n200000000-{end:x} rw-s 0 00:06 7 /dev/nvidia-uvm\n"
 
@@ -129,10 +129,10 @@ def test_a_gpu_that_nvml_does_not_know_is_refused(tree: Tree) -> None:
 
 def test_bindings_that_are_not_there_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(EnvironmentLacksError, match=r"cuda-bindings is not installed \(pip install"):
+    with pytest.raises(EnvironmentLacks, match=r"cuda-bindings is not installed \(pip install"):
         Cuda()
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=SimpleNamespace()))
-    with pytest.raises(EnvironmentLacksError, match=r"has no cuCheckpointProcessLock: install 12\.8"):
+    with pytest.raises(EnvironmentLacks, match=r"has no cuCheckpointProcessLock: install 12\.8"):
         Cuda()
 
 

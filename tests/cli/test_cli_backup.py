@@ -12,7 +12,7 @@ from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner
 
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.service.errors import AlreadyRunningError
+from cadenza.slurm_plugin.errors import AlreadyRunningError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.lanes_on_demand import folder
 from cadenza.slurm_plugin.service.store.reader import StoreReader

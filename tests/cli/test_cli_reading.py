@@ -20,6 +20,7 @@ from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.sidecar.clock import SystemClock
@@ -29,7 +30,6 @@ from cadenza.slurm_plugin.cli.jobs.view import Recent, build
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway import slurm_gateway, source_gateway
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
 from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.own_jobs import own_part
 from cadenza.slurm_plugin.service.settings import load_settings

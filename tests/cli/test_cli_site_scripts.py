@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "site"
 

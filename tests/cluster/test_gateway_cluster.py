@@ -241,7 +241,7 @@ def test_both_sources_see_the_same_while_slurms_commands_act(alone: Cluster, sub
 def test_slurms_messages_are_those_that_its_commands_are_understood_by(alone: Cluster) -> None:
     script = f"""
 import ctypes, json
-from cadenza.slurm_plugin.gateway.errors import _TEXTS
+from cadenza.slurm_plugin.gateway.slurm_errno import _TEXTS
 slurm = ctypes.CDLL({LIBRARY!r})
 slurm.slurm_strerror.restype = ctypes.c_char_p
 print(json.dumps([[text, slurm.slurm_strerror(errno).decode()] for text, errno in _TEXTS.items()]))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_answer, json_format
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
 
 RELEASES = {
     "24.11": ("v0.0.40 v0.0.41 v0.0.42", "v0.0.42"),

@@ -26,15 +26,10 @@ from cadenza.policies.core.actions import (
     Suspend,
     Unsuspend,
 )
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import clock
-from cadenza.slurm_plugin.gateway.errors import (
-    EnvironmentLacks,
-    GatewayError,
-    NotAuthorized,
-    SlurmUnavailable,
-    StaleState,
-)
+from cadenza.slurm_plugin.errors import GatewayError, NotAuthorized, SlurmUnavailable, StaleState
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, read_jobs, read_nodes, read_reservations
 from cadenza.slurm_plugin.gateway.slurm_values import hosts, job_gpus, node_state, wanted_type

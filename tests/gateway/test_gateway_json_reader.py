@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from gateway_rig import BOTH
 
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway import slurm_json
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.json_reader import Changes
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, over_json
 

@@ -26,10 +26,10 @@ from cadenza.policies.core.actions import (
     WeighNode,
     Yield,
 )
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.model import JobKey, Share
-from cadenza.slurm_plugin.gateway.errors import (
+from cadenza.slurm_plugin.errors import (
     ActionRefused,
-    EnvironmentLacks,
     GatewayError,
     NotAuthorized,
     NotForSlurm,
@@ -37,8 +37,8 @@ from cadenza.slurm_plugin.gateway.errors import (
     StaleState,
     WorkerHung,
     WorkerLost,
-    slurm_error,
 )
+from cadenza.slurm_plugin.gateway.slurm_errno import slurm_error
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 
 RUNNING, SUSPENDED, HELD, WAITING, TERMINATED = (JobKey(number, 0) for number in (1, 2, 3, 5, 6))

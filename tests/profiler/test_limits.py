@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.errors import EnvironmentLacks, InputError
 from cadenza.policies.inputs.interference import read_interference
-from cadenza.profiler.errors import CommandFailedError, EnvironmentLacks
+from cadenza.profiler.errors import CommandFailedError
 from cadenza.profiler.measure.cpu_limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
 from cadenza.profiler.measure.offline_run import Offline, Request
 from cadenza.profiler.measure.pairs import COLUMNS, Side, measure

@@ -26,10 +26,10 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.slurm_plugin.cli.site import keygen
+from cadenza.slurm_plugin.errors import HubError
 from cadenza.slurm_plugin.service.agents import hub as hub_module
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
-from cadenza.slurm_plugin.service.errors import HubError
 
 HEARTBEAT_S, ALIVE_S = 0.2, 0.6
 A = JobKey(1, 0)

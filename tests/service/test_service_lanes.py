@@ -14,9 +14,9 @@ from test_service_loop import Rig, heard
 from cadenza.policies.core.model import ClusterSnapshot, Host, Node
 from cadenza.sidecar.frames import TO_AGENT
 from cadenza.sidecar.orders import Facts, LaneOrder
+from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import lanes_on_demand as lanes
 from cadenza.slurm_plugin.service.agent_facts import facts_of
-from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.lanes_on_demand import LaneRequest
 from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings
 

@@ -46,10 +46,10 @@ from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.sidecar.sd_notify import notify
+from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import lanes_on_demand, settings
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.agents.hub import Hub
-from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.failover import controllers
 from cadenza.slurm_plugin.service.failover.controllers import Controllers, standby_reason
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled, taken_over

@@ -30,7 +30,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.metrics_server import MAX_REQUESTS, MetricsServer, new_registry
 from cadenza.sidecar.orders import VERSION, Switched, YieldOrder
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.loop import Loop, Parts

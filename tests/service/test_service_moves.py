@@ -19,8 +19,8 @@ from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CheckpointOrder, ResumeOrder
+from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import move_requests as moves
-from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 

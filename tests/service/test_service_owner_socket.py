@@ -22,7 +22,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
 from cadenza.slurm_plugin.cli import common
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
+from cadenza.slurm_plugin.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest
 from cadenza.slurm_plugin.service.store.reader import StoreReader

@@ -22,10 +22,10 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Ask, Facts, JobFacts, Switched, Told
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.site import keygen
+from cadenza.slurm_plugin.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service import owner_socket
 from cadenza.slurm_plugin.service.agents import hub as hub_module
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
-from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
 from cadenza.slurm_plugin.service.owner_socket import Answer, OwnerSocket, ask, ask_latest, ask_report
 from cadenza.slurm_plugin.service.store.reader import StoreReader

@@ -34,8 +34,8 @@ from cadenza.policies.core.profile import Profile, linked
 from cadenza.policies.guard import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
+from cadenza.slurm_plugin.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
-from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, policy, to_record
 from cadenza.slurm_plugin.service.store import record_codec, schema

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
+from cadenza.slurm_plugin.errors import SlurmUnavailable, SubmitError
 from cadenza.slurm_plugin.sweep.slurm_commands import Queued, Slurm, Written
 
 

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 from sweep_rig import FakeSlurm
 
+from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.errors import BusyError, SlurmUnavailable
 from cadenza.slurm_plugin.sweep import Plan, Stop, Sweep
-from cadenza.slurm_plugin.sweep.errors import BusyError, InputError, SlurmUnavailable
 from cadenza.slurm_plugin.sweep.journal import read_state
 
 WORDS = ["--gres=gpu:1", "--wrap=train --lr {lr}"]

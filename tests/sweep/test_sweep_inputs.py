@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.sweep.configs import read_request
-from cadenza.slurm_plugin.sweep.errors import InputError
 from cadenza.slurm_plugin.sweep.sbatch_arguments import check_words, fill
 from cadenza.slurm_plugin.sweep.slurm_commands import Slurm, comment_of, is_behind, with_place
 

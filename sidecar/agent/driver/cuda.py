@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
+from cadenza.policies.core.errors import EnvironmentLacks
+from cadenza.sidecar.agent.errors import AgentError
 
 MIN_VERSION = 12080
 """cuDriverGetVersion of driver 570, the first with the API."""
@@ -29,9 +30,9 @@ class Cuda:
             self._check(self._driver.cuInit(0))
             (self.version,) = self._check(self._driver.cuDriverGetVersion())
         except (CudaError, RuntimeError) as error:
-            raise EnvironmentLacksError(f"no CUDA driver to be used here: {error}") from None
+            raise EnvironmentLacks(f"no CUDA driver to be used here: {error}") from None
         if self.version < MIN_VERSION:
-            raise EnvironmentLacksError(
+            raise EnvironmentLacks(
                 f"the driver's CUDA is {_dotted(self.version)}; process checkpoints need 12.8 (driver 570 or later)"
             )
 
@@ -83,16 +84,16 @@ class Cuda:
 
 
 def bindings() -> Any:
-    """Return the module of the driver's API; raise EnvironmentLacksError without one that has checkpoints."""
+    """Return the module of the driver's API; raise EnvironmentLacks without one that has checkpoints."""
     try:
         from cuda.bindings import driver  # noqa: PLC0415 - an optional extra, and only the helper's
     except ImportError as error:
-        raise EnvironmentLacksError(
+        raise EnvironmentLacks(
             f"cuda-bindings is not installed (pip install 'cadenza-agent[driver]'): {error}"
         ) from None
     names = ("cuCheckpointProcessLock", "CUcheckpointLockArgs", "CUcheckpointRestoreArgs", "CUcheckpointGpuPair")
     if missing := [name for name in names if not hasattr(driver, name)]:
-        raise EnvironmentLacksError(f"this cuda-bindings has no {missing[0]}: install 12.8, or 13.0.2 and not 13.3.0")
+        raise EnvironmentLacks(f"this cuda-bindings has no {missing[0]}: install 12.8, or 13.0.2 and not 13.3.0")
     return driver
 
 

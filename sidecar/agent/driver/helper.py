@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.driver.inspection import Inspector
 from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, InspectCall, Reply, Request
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.telemetry.gpus import driver_version
 from cadenza.sidecar.clock import Clock, SystemClock
@@ -142,7 +142,7 @@ def main(lock: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             cuda = Cuda()
-        except EnvironmentLacksError as error:
+        except EnvironmentLacks as error:
             sock.send(msgspec.msgpack.encode(Hello(problem=str(error))))
             return
         helper = Helper(sock, cuda, Inspector(), SystemClock())

@@ -10,9 +10,9 @@ import msgspec
 import zmq
 import zmq.auth
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.frames import ERRORS, TO_AGENT, OtherVersionError
 
@@ -75,7 +75,7 @@ class Link:
     def _connect(self, address: str, keys: tuple[bytes, bytes, bytes]) -> None:
         """Set up the socket; the connection itself comes and goes in the background."""
         if not zmq.has("curve"):
-            raise EnvironmentLacksError("this libzmq has no CURVE; install one built with libsodium")
+            raise EnvironmentLacks("this libzmq has no CURVE; install one built with libsodium")
         options: dict[int, int | bytes] = {
             zmq.LINGER: 0,
             zmq.SNDHWM: MAX_QUEUED,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.budgets import file_budget
 from cadenza.sidecar.agent.ipc.processes import Peer, peer_of
 from cadenza.sidecar.bounds import MAX_TEXT
@@ -127,7 +127,7 @@ class Listener:
             self.socket.listen(BACKLOG)
         except OSError as error:
             self.socket.close()
-            raise EnvironmentLacksError(f"socket {path}: {error.strerror or error}") from None
+            raise EnvironmentLacks(f"socket {path}: {error.strerror or error}") from None
 
     def accept(self, now: float = 0.0) -> Session | None:
         """Return a new session that began at the monotonic time ``now``, or None if there is none."""

@@ -13,7 +13,7 @@ from cadenza.slurm_plugin.cli.common import NO_ROUND, JobId, config_option, emit
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome
-    from cadenza.slurm_plugin.service.errors import StoreError
+    from cadenza.slurm_plugin.errors import StoreError
     from cadenza.slurm_plugin.service.settings import Settings
 
 MOVE_REASON = "requested by hand"
@@ -122,11 +122,11 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
     Without the record every job that opted in may have a SiteFactor of ours.
     """
     from cadenza.policies.core.decision import Memory  # noqa: PLC0415
+    from cadenza.policies.core.errors import EnvironmentLacks  # noqa: PLC0415
     from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks  # noqa: PLC0415
+    from cadenza.slurm_plugin.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.source_gateway import over_text  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.failover.release_round import adopted  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.schema import read_undo  # noqa: PLC0415
 

@@ -101,9 +101,9 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def answers(config: Path | None) -> dict[str, Any]:
     """Return the settings, and Slurm's jobs and nodes as they are read, each or why it is not known."""
+    from cadenza.policies.core.errors import CadenzaError  # noqa: PLC0415
     from cadenza.sidecar.config import ConfigError  # noqa: PLC0415 (slow, like all below)
     from cadenza.slurm_plugin.cli.site.config_command import rows  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.errors import GatewayError  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.source_gateway import automatic  # noqa: PLC0415
 
     found: dict[str, Any] = {}
@@ -114,6 +114,6 @@ def answers(config: Path | None) -> dict[str, Any]:
     try:
         with automatic() as gateway:
             found["slurm"] = gateway.read_raw()
-    except GatewayError as error:
+    except CadenzaError as error:
         found["slurm"] = str(error)
     return found

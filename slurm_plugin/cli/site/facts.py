@@ -13,15 +13,14 @@ from typing import TypeVar
 import msgspec
 import zmq.auth
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_format
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 from cadenza.slurm_plugin.gateway.source_gateway import automatic, over_json, over_pyslurm
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, PUBLIC, REPLACED, SECRET
-from cadenza.slurm_plugin.service.errors import ServiceError
 from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
@@ -92,7 +91,7 @@ def gather(config: Path | None) -> Facts:
     def attempt(part: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
-        except (GatewayError, Refusal, ServiceError, ConfigError, OSError, ValueError) as error:
+        except (CadenzaError, Refusal, OSError, ValueError) as error:
             problems[part] = str(error)
             return None
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.errors import CadenzaError, InputError
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.cli.common import emit, say
 from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
@@ -47,7 +46,7 @@ def show_leftovers(config: Path | None, *, as_json: bool) -> int:
         slurm = slurm_config()
         left += in_slurm(decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))[0])
         left += in_accounting(slurm)
-    except GatewayError as error:
+    except CadenzaError as error:
         silent = str(error)
     left += on_this_machine(settings, (config or DEFAULT_PATH).parent)
     left += in_slurms_files(Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.slurm_plugin.cli.site.checks import Finding
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 
 KEYS = ("Prolog", "Epilog", "HealthCheckProgram", "TaskProlog", "TaskEpilog")
@@ -56,7 +56,7 @@ def gather_scripts(read_config: Callable[[], Mapping[str, str]] = slurm_config) 
     """Read the programs that Slurm's configuration names, and the scripts that they name in turn."""
     try:
         config = read_config()
-    except GatewayError as error:
+    except CadenzaError as error:
         return SiteScripts(problem=str(error))
     texts = {}
     for key in sorted(config):

@@ -24,7 +24,7 @@ from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
 from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
 from cadenza.slurm_plugin.cli.whatif.whatif_output import judged, page
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import json_of, slurm_config
 
 TIMEOUT_S = 60.0

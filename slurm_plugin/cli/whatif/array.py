@@ -19,9 +19,8 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.whatif.run_pool import Outcome, Task, run_task
-from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
+from cadenza.slurm_plugin.errors import SlurmUnavailable, SubmitError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
-from cadenza.slurm_plugin.sweep.errors import SubmitError
 from cadenza.slurm_plugin.sweep.slurm_commands import Slurm
 
 T = TypeVar("T")

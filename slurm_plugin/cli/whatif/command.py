@@ -52,12 +52,12 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
     scontrol show node --json > nodes.json
     cadenza whatif --sacct jobs.json --nodes nodes.json
     """  # noqa: D301 (the escape tells click to keep the lines)
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
+    from cadenza.policies.core.errors import EnvironmentLacks, InputError  # noqa: PLC0415 (slow, like all below)
     from cadenza.slurm_plugin.cli.whatif.array import Submitted  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.draw import EnvironmentLacks, require  # noqa: PLC0415
+    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
 
     # 1. Without matplotlib there is no page, and the table says as much as it can.
     lacks, places = "", output or (Path("whatif.html"),)

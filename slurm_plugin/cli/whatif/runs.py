@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.errors import CadenzaError, InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import MAX_LANES, read_cluster
@@ -26,7 +26,6 @@ from cadenza.slurm_plugin.cli.whatif.history import NO_FEATURES, History, as_it_
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_records
 from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
-from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, json_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded, Run
@@ -337,7 +336,7 @@ def ask_site() -> SiteFacts:
             answer = ask(command, TIMEOUT_S), " ".join(command)
             read_site([answer])
             answers.append(answer)
-        except (GatewayError, InputError) as error:
+        except CadenzaError as error:
             notes.append(f"{printable(str(error), 200)}.")
     site = read_site(answers)
     return replace(site, notes=(*notes, *site.notes))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq.auth
 
-from cadenza.slurm_plugin.service.errors import HubError
+from cadenza.slurm_plugin.errors import HubError
 
 log = logging.getLogger(__name__)
 

@@ -47,12 +47,12 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.sidecar.token_bucket import Bucket
+from cadenza.slurm_plugin.errors import HubError
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
 from cadenza.slurm_plugin.service.agents.attribution import Attribution, ForRecord
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, StopBarrier
-from cadenza.slurm_plugin.service.errors import HubError
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
+from cadenza.policies.core.errors import EnvironmentLacks
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_answer
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
-from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
+from cadenza.slurm_plugin.errors import AlreadyRunningError, StoreError
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
 _POLL_S = 0.25

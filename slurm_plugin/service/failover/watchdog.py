@@ -24,9 +24,9 @@ import click
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.daemon_log import set_up_logging
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
 from cadenza.slurm_plugin.service.action_log import log_action
-from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_round, release_unrecorded
 from cadenza.slurm_plugin.service.store.schema import read_undo

@@ -17,8 +17,8 @@ from cadenza.policies.core.idle_gpus import HOLDING, awaited_hosts, free_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.turns.lanes import our_hosts
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.accounting.usage import narrowest_waiting
-from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings
 from cadenza.slurm_plugin.service.store.schema import open_readonly
 

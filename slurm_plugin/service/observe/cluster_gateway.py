@@ -26,9 +26,9 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.errors import HubError
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.hub import Hub
-from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.observe.enrichment import tunes_in_force, with_profiles, with_progress
 from cadenza.slurm_plugin.service.observe.lease_merge import Parts, half_given, merge, parts_by_job, with_leases
 from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory

@@ -14,10 +14,10 @@ import msgspec
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, FirstStart, HourRow, Start
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
-from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons
 from cadenza.slurm_plugin.service.store import record_codec, schema
 from cadenza.slurm_plugin.service.store.round_deltas import Frame, read_round

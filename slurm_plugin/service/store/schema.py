@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from cadenza.policies.core.decision import Memory
-from cadenza.slurm_plugin.service.errors import StoreError
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
 VERSION = 5

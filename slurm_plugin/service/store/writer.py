@@ -19,8 +19,8 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
 from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
-from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, round_deltas, schema
 from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting, News
 from cadenza.slurm_plugin.service.store.round_deltas import Frame

@@ -1,47 +1,8 @@
-"""Errors between the service and Slurm; the class says who must act."""
+"""Slurm's error numbers and texts, and the error of ours that each becomes."""
 
 from __future__ import annotations
 
-
-class GatewayError(Exception):
-    """Base of all errors of this package."""
-
-
-class SlurmUnavailable(GatewayError):  # noqa: N818
-    """No answer from slurmctld, or none in time. The admin looks at slurmctld; the next round tries again."""
-
-
-class WorkerLost(SlurmUnavailable):
-    """The worker process hung, died or answered nonsense; the next request starts a new one."""
-
-
-class WorkerHung(WorkerLost):
-    """The worker did not answer in time and has been ended; asking again at once would wait as long again."""
-
-
-class EnvironmentLacks(GatewayError):  # noqa: N818
-    """pyslurm or slurm.conf is missing on this machine. The admin installs what the message names."""
-
-
-class NotAuthorized(GatewayError):  # noqa: N818
-    """Slurm does not let our user do this. The admin grants the AdminLevel that the message names."""
-
-
-class StaleState(GatewayError):  # noqa: N818
-    """The job or node has changed since the snapshot. No one has to act: the next round reads the new state."""
-
-
-class ActionRefused(GatewayError):  # noqa: N818
-    """Slurm understood and refused; ``errno`` is Slurm's number, see slurm_errno.h."""
-
-    def __init__(self, message: str, errno: int | None = None) -> None:
-        super().__init__(message)
-        self.errno = errno
-
-
-class NotForSlurm(GatewayError):  # noqa: N818
-    """The caller gave the Slurm side an action that the agents carry out."""
-
+from cadenza.slurm_plugin.errors import ActionRefused, GatewayError, NotAuthorized, SlurmUnavailable, StaleState
 
 # Numbers of slurm_errno.h, the same from Slurm 23.02 to 26.05 as far as they are named here.
 _UNAVAILABLE = frozenset({*range(1001, 1024), *range(1800, 1806), 2027, 2131, *range(5000, 5008)})
