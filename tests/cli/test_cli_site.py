@@ -322,6 +322,7 @@ def broken(name: str, facts: Facts) -> Facts:
         "agent": lambda: changed(facts, recorded=ClusterSnapshot(seen.time_s, seen.nodes, (), (Host("n1", False),))),
         "service": lambda: changed(facts, now_s=seen.time_s + 3600),
         "disk": lambda: changed(facts, store_faults=("the disk of the store is full",)),
+        "state": lambda: changed(facts, slurm={**SLURM, "StateSaveLocation": "/state"}, state_full=True),
         "host": lambda: changed(
             facts, recorded=replace(seen, hosts=(replace(seen.hosts[0], faults=("its clock is an hour ahead",)),))
         ),
@@ -336,6 +337,7 @@ def broken(name: str, facts: Facts) -> Facts:
         ("select", "SelectType"), ("pyslurm", "pyslurm"), ("secret", "keys"),
         ("no key", "keys"), ("lane gpus", "lanes of n1"), ("lane 0", "lanes of n1"), ("foreign", "lanes of n1"),
         ("agent", "agent on n1"), ("service", "service"), ("slurm", "Slurm"), ("disk", "store"),
+        ("state", "StateSaveLocation"),
         ("host", "agent on n1"),
     ],
 )  # fmt: skip

@@ -167,6 +167,9 @@ def slurm_settings(facts: Facts) -> Iterator[Finding]:
             good_so_far.add(key)
         else:
             yield Finding(level, key, f"{value or 'unset'}: {effect}", advice)
+    if facts.state_full:
+        effect = "is full: slurmctld takes no jobs, and forgets at its next start what it could not save"
+        yield Finding("FAIL", "StateSaveLocation", f"{config['StateSaveLocation']} {effect}", "make room there")
 
 
 def rules_for(config: Mapping[str, str]) -> Iterator[Rule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
-from cadenza.slurm_plugin.service.store.reader import LargestState, StoreReader
+from cadenza.slurm_plugin.service.store.reader import FULL_BYTES, LargestState, StoreReader
 
 T = TypeVar("T")
 
@@ -72,6 +73,8 @@ class Facts(msgspec.Struct, frozen=True):
     profile_problems: tuple[str, ...] = ()
     store_faults: tuple[str, ...] = ()
     """Faults of the file system that has the store."""
+    state_full: bool = False
+    """The file system of StateSaveLocation has no room."""
     file_limit: int | None = None
     """Files that the running cadenzad may have open; None: not known."""
     largest_state: LargestState | None = None
@@ -109,6 +112,7 @@ def gather(config: Path | None) -> Facts:
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
         attempt("store", lambda: _store_faults(settings)) or (),
+        attempt("state", lambda: _full((slurm or {}).get("StateSaveLocation", ""))) or False,
         attempt("file limit", lambda: _file_limit(settings)),
         attempt("largest state", lambda: _largest_state(settings)),
         guard_settings(settings).killed,
@@ -139,6 +143,11 @@ def _recorded(settings: Settings) -> ClusterSnapshot | None:
 def _store_faults(settings: Settings) -> tuple[str, ...]:
     with StoreReader(Path(settings.service.store)) as reader:
         return reader.faults()
+
+
+def _full(folder: str) -> bool:
+    """Return True for a folder of this machine without room; a login host has none of this name."""
+    return folder != "" and Path(folder).is_dir() and shutil.disk_usage(folder).free < FULL_BYTES
 
 
 def _largest_state(settings: Settings) -> LargestState | None:
