@@ -73,7 +73,7 @@ def outages(only: Collection[str] = KINDS, slurmctld_s: float = 300.0) -> tuple[
         Outage("disk-agents", "node1", 45.0, r"(?i)node1\b.*no space left"),
         Outage("disk-slurm", "ctl", 45.0, "(?i)StateSaveLocation.* full"),
         Outage("disk-shm", "node1", 45.0, ""),
-        Outage("saves", "hosts", STOPPED_S, "checkpoint.*overdue|did not (stop|reach)"),
+        Outage("saves", "hosts", STOPPED_S, "not arrived after|checkpoint.*overdue"),
         *(Outage("clock", host, 40.0 * len(steps), r"node1\b.*\bclock") for host, steps in CLOCK_STEPS.items()),
         Outage("slurmctld", "ctl", slurmctld_s, away),
         Outage("stop-slurmctld", "ctl", STOPPED_S, away),
