@@ -17,6 +17,7 @@ autostart=true
 from_packages=false
 auth=slurm
 configless=false
+login=false
 prometheus=false
 extra_configs=()
 
@@ -40,7 +41,7 @@ entry_of() { # LIST HOSTNAME
 }
 
 while (($#)); do
-  [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|lanes-on-demand|full-memory|prometheus)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
+  [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|lanes-on-demand|full-memory|login|prometheus)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
   case $1 in
     --name) cluster=$2 ;;
     --controllers) [[ ${2:-} =~ ^[12]$ ]] && controllers=$2 || die 2 "--controllers: 1 or 2, not '${2:-}'" ;;
@@ -58,6 +59,7 @@ while (($#)); do
     --auth) [[ ${2:-} =~ ^(slurm|munge)$ ]] && auth=$2 || die 2 "--auth: slurm or munge, not '${2:-}'" ;;
     --configless) configless=true && shift && continue ;;
     --full-memory) full_memory=true && shift && continue ;;
+    --login) login=true && shift && continue ;;
     --prometheus) prometheus=true && shift && continue ;;
     --no-cadenza) autostart=false && shift && continue ;;
     --from-packages) from_packages=true && shift && continue ;;

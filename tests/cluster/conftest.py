@@ -41,7 +41,7 @@ def running_cluster() -> Iterator[Cluster]:
             if "PYTEST_XDIST_WORKER" not in os.environ:  # `make test` has built it before the workers start
                 script("build")
             cluster.up(
-                "--nodes", 2, "--gpus-per-node", 4, "--lanes-on-demand", "--unmanaged-nodes", 1,
+                "--nodes", 2, "--gpus-per-node", 4, "--lanes-on-demand", "--unmanaged-nodes", 1, "--login",
                 "--config", HERE / "fast.toml", "--config", HERE / "metrics.toml",
             )  # fmt: skip
         cluster.put(PACED_JOB, SOURCE.read_text())
