@@ -1,13 +1,14 @@
 """Stages of sharing (Gandiva, OSDI'18, §3, §4): a decision is a tuple of stages over one state.
 
-This file says what a round does, in which order. A part that is switched off is a stage that is not in the tuple.
+This file says what a round does, in which order, and which stage works with what: ``test_stage_table`` watches that a
+stage reads only what stages before it wrote. A part that is switched off is a stage that is not in the tuple.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.allocation.proportional import proportional
@@ -40,117 +41,122 @@ from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lane
 from cadenza.policies.sharing.turns.repair import repair_suspends
 from cadenza.policies.sharing.turns.slurm_sync import explain, release_all, sync_slurm, take_turns
 
-Stage: TypeAlias = Callable[[SharingState], None]
+Run: TypeAlias = Callable[[SharingState], None]
+EVERY = frozenset({"none", "preemption", "timeslice", "gandiva"})
+SHARED, PLACES = EVERY - {"none"}, frozenset({"timeslice", "gandiva"})
+UNSHARED, PREEMPTION, GANDIVA = frozenset({"none"}), frozenset({"preemption"}), frozenset({"gandiva"})
+MOVES = "hosts moves fixed moves_left"
+ROOM = f"{MOVES} room_searches_left room_made"
+PACKS = "groups packed pack_actions pack_reasons stopping fixed memory"
 
-GANDIVA: tuple[Stage, ...] = (
-    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
-    review_growth,  # 2. jobs that have grown, compared with their speed before
-    reserve_pending_moves,  # 3. jobs on their way keep their place
-    pack_and_unpack,  # 4. jobs that share GPUs at once
-    take_turns,  # 5. jobs that have GPUs once this round is done
-    list_pending,  # 6. jobs that wait for GPUs, in order
-    shrink_for_pending,  # 7. grown jobs give GPUs back
-    open_defragmentation,  # 8. placement may make room
-    place_pending,  # 9. hosts of held jobs
-    hold_until_startable,  # 10. placements that must wait for a move
-    defragment_for_queue,  # 11. room for jobs that Slurm cannot start
-    undo_growth,  # 12. growth that did not pay
-    rebalance,  # 13. jobs move to idle GPUs, together, and away from higher priorities
-    even_out,  # 14. hosts of one class get equally many jobs
-    defragment_for_lanes,  # 15. room for jobs without a lease
-    empty_hosts,  # 16. free hosts for large jobs
-    grow,  # 17. jobs take idle GPUs
-    relieve_bottlenecks,  # 18. jobs leave hosts that slow them
-    divide_hosts,  # 19. CPUs and memory of each host
-    explain_sizes,  # 20. reasons of sizes that stay
-    leave_hosts,  # 21. jobs that can save leave the hosts that an admin empties
-    sync_slurm,  # 22. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 23. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 24. further lanes
-    explain,  # 25. a sentence for every job
+
+class Stage(NamedTuple):
+    """A step of a round. Fields of the state in ``reads`` and ``writes`` are those that some stage writes.
+
+    What a stage writes it may read, too.
+    """
+
+    run: Run
+    reads: str
+    writes: str
+    shares: frozenset[str] = EVERY
+    """Sharings that have it."""
+    needs: str = ""
+    """Part of ``stages_of`` that has to be switched on."""
+
+
+STAGES: tuple[Stage, ...] = (
+    # Who has GPUs
+    Stage(review_cpu_loans, "", "memory keeps_cpus", EVERY, "loans"),
+    Stage(review_growth, "", "memory", GANDIVA, "elastic"),
+    Stage(reserve_pending_moves, "memory", "hosts stranded"),
+    Stage(pack_and_unpack, "hosts", PACKS, EVERY, "pack"),
+    Stage(end_packs, "", PACKS, EVERY, "no pack"),
+    Stage(
+        take_turns,
+        "groups packed stopping hosts",
+        "alone holders yields resumes leaving giving_back fixed turn_reasons memory",
+    ),
+    # Slurm's queue, and room in it
+    Stage(make_way, "leaving giving_back", "ways placement_reasons waiting_reasons memory", PREEMPTION),
+    Stage(set_factors, "memory", "factors", PREEMPTION),
+    Stage(list_pending, "memory stranded", "pending queued placement_reasons", PLACES | UNSHARED),
+    Stage(shrink_for_pending, "packed pending queued", MOVES, GANDIVA, "elastic"),
+    Stage(open_defragmentation, "", "make_room", GANDIVA, "defrag"),
+    Stage(place_pending, "groups packed pending make_room", f"{ROOM} placements placement_reasons", PLACES),
+    Stage(hold_until_startable, "room_made", "placements placement_reasons", PLACES),
+    Stage(defragment_for_queue, "groups packed holders queued", ROOM, GANDIVA, "defrag"),
+    # Moves of running jobs
+    Stage(undo_growth, "groups packed memory", MOVES, GANDIVA, "elastic"),
+    Stage(rebalance, "groups packed holders", MOVES, GANDIVA, "migrate"),
+    Stage(even_out, "groups packed holders", MOVES, GANDIVA, "even"),
+    Stage(defragment_for_lanes, "groups packed holders", ROOM, GANDIVA, "defrag"),
+    Stage(empty_hosts, "groups packed holders pending queued", MOVES, GANDIVA, "defrag"),
+    Stage(grow, "groups packed pending queued", f"{MOVES} memory", GANDIVA, "elastic"),
+    Stage(
+        relieve_bottlenecks,
+        "groups packed holders pending queued placements keeps_cpus",
+        MOVES,
+        GANDIVA | UNSHARED,
+        "relieve",
+    ),
+    # CPUs and memory
+    Stage(divide_hosts, "hosts packed holders keeps_cpus memory", "tunes moves placements", EVERY, "allocates"),
+    Stage(keep_requests, "", "moves", EVERY, "keeps requests"),
+    Stage(explain_sizes, "hosts", "size_reasons", GANDIVA, "elastic"),
+    Stage(leave_hosts, "ways", "moves"),
+    # Slurm
+    Stage(
+        sync_slurm,
+        "groups holders yields resumes leaving giving_back moves placements stranded ways memory",
+        "slurm_actions placement_reasons",
+        SHARED,
+    ),
+    Stage(repair_suspends, "memory", "slurm_actions repair_reasons", SHARED),
+    Stage(drain_or_open_lanes, "memory", "lane_actions", SHARED),
+    Stage(release_all, "memory", "slurm_actions", UNSHARED),
+    Stage(close_lanes, "memory", "lane_actions", UNSHARED),
+    Stage(note_quiet_time, "holders giving_back memory", "quiet_until_s", PREEMPTION, "quiet"),
+    Stage(
+        explain,
+        "alone stranded keeps_cpus size_reasons pack_reasons moves ways repair_reasons giving_back memory",
+        "reasons turn_reasons placement_reasons waiting_reasons",
+    ),
 )
-TIMESLICE: tuple[Stage, ...] = (
-    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
-    reserve_pending_moves,  # 2. jobs on their way keep their place
-    end_packs,  # 3. packs of an earlier setting
-    take_turns,  # 4. jobs that have GPUs once this round is done
-    list_pending,  # 5. jobs that wait for GPUs, in order
-    place_pending,  # 6. hosts of held jobs
-    hold_until_startable,  # 7. placements that must wait for a move
-    divide_hosts,  # 8. CPUs and memory of each host
-    leave_hosts,  # 9. jobs that can save leave the hosts that an admin empties
-    sync_slurm,  # 10. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 11. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 12. further lanes
-    explain,  # 13. a sentence for every job
-)
-PREEMPTION: tuple[Stage, ...] = (
-    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
-    reserve_pending_moves,  # 2. jobs on their way keep their place
-    end_packs,  # 3. packs of an earlier setting
-    take_turns,  # 4. jobs that have GPUs once this round is done, on further lanes
-    make_way,  # 5. running jobs leave for the first ones of Slurm's queue
-    set_factors,  # 6. their level in Slurm's priority
-    divide_hosts,  # 7. CPUs and memory of each host
-    leave_hosts,  # 8. jobs that can save leave the hosts that an admin empties
-    sync_slurm,  # 9. yields, resumes, and Slurm's allocation
-    repair_suspends,  # 10. processes that contradict Slurm's word
-    drain_or_open_lanes,  # 11. further lanes
-    explain,  # 12. a sentence for every job
-    note_quiet_time,  # 13. rounds that may be left out
-)
-UNSHARED: tuple[Stage, ...] = (
-    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
-    reserve_pending_moves,  # 2. jobs on their way keep their place
-    end_packs,  # 3. packs of an earlier setting
-    take_turns,  # 4. jobs that have GPUs; no order follows from it
-    list_pending,  # 5. jobs that wait for GPUs
-    relieve_bottlenecks,  # 6. jobs leave hosts that slow them
-    divide_hosts,  # 7. CPUs and memory of each host
-    leave_hosts,  # 8. jobs that can save leave the hosts that an admin empties
-    explain,  # 9. a sentence for every job
-    release_all,  # 10. our suspends and holds are undone
-    close_lanes,  # 11. no further lane is open
-)
-"""Slurm starts every job on GPUs of its own; running jobs are tuned, and moved where that does not suffice."""
-STAGES = {"preemption": PREEMPTION, "gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
 
 
 def stages_of(
     share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool, leveled: bool = True
-) -> tuple[Stage, ...]:
+) -> tuple[Run, ...]:
     """Return the stages of a sharing by name without the parts that are switched off.
 
     ``allocates``: an allocation gives out CPUs and memory; otherwise jobs keep what they asked for. ``leveled``: only
     levels that jobs leave change the order.
     """
     aware = gandiva.introspective
-    off: set[Stage] = set() if aware else {even_out}
-    if not (aware and allocates and settings.floor):
-        off.add(review_cpu_loans)
-    if not (aware and gandiva.elastic):
-        off |= {review_growth, shrink_for_pending, undo_growth, grow, explain_sizes}
-    if not (aware and gandiva.defrag):
-        off |= {open_defragmentation, defragment_for_queue, defragment_for_lanes, empty_hosts}
-    if not gandiva.migrate:
-        off |= {rebalance, even_out}
-    if not (aware and gandiva.relieve and allocates):
-        off.add(relieve_bottlenecks)
-    if allocates or not leveled:
-        off.add(note_quiet_time)
-    instead: dict[Stage, Stage] = {}
-    if not (aware and gandiva.pack):
-        instead[pack_and_unpack] = end_packs
-    if not allocates:
-        instead[divide_hosts] = keep_requests
-    return tuple(instead.get(stage, stage) for stage in STAGES[share] if stage not in off)
+    packs = share == "gandiva" and aware and gandiva.pack
+    on = {
+        "": True,
+        "loans": aware and allocates and settings.floor,
+        "pack": packs,
+        "no pack": not packs,
+        "elastic": aware and gandiva.elastic,
+        "defrag": aware and gandiva.defrag,
+        "migrate": gandiva.migrate,
+        "even": aware and gandiva.migrate,
+        "relieve": aware and gandiva.relieve and allocates,
+        "allocates": allocates,
+        "keeps requests": not allocates,
+        "quiet": leveled and not allocates,
+    }
+    return tuple(stage.run for stage in STAGES if share in stage.shares and on[stage.needs])
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Stages with what they depend on besides the cluster and the memory."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Run, ...]
     settings: SharingSettings
     gandiva: GandivaSettings = field(default_factory=GandivaSettings)
     order: Order = fifo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import stage_watch
 from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.allocation.proportional import proportional
@@ -102,7 +103,7 @@ def decided(snapshot, memory=None, gandiva=ALL, sharing=SHARING, order=fifo, all
     stages = stages_of("gandiva", sharing, gandiva, allocates=True)
     known = memory or Memory()
     seen = Relocation.of(snapshot, known).snapshot if known.moves else snapshot
-    return Pipeline(stages, sharing, gandiva, order, allocate).decide(seen, known)
+    return stage_watch.decide(Pipeline(stages, sharing, gandiva, order, allocate), seen, known)
 
 
 def of(kind: type, decision: Decision) -> list:

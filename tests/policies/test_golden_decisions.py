@@ -100,7 +100,7 @@ CASES = {
     "time slices in order": Case("fairshare", "proportional", "timeslice", IN_ORDER),
     "packing": Case("fifo", "proportional", "gandiva", gandiva=only(pack=True)),
     "migration": Case("fifo", "proportional", "gandiva", gandiva=only(migrate=True, defrag=True, relieve=True)),
-    "elastic": Case("las", "tune", "gandiva", gandiva=only(elastic=True, migrate=True)),
+    "elastic": Case("las", "none", "gandiva", gandiva=only(elastic=True, migrate=True)),
     "gandiva": Case("fifo", "cadenza", "gandiva", FLOOR, lanes=3, more=(*PHASED, ("size_pending", True))),
 }  # fmt: skip
 

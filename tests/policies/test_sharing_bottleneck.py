@@ -142,10 +142,7 @@ def clusters(draw):
 def predicted(snapshot, decision):
     """Each job's speed once the decision is carried out, with what its books have there when it moves."""
     wanted = {action.job: action.shares[0] for action in decision.actions if isinstance(action, Tune | Migrate)}
-    return {
-        job.key: share_speed(job.profile, wanted.get(job.key, job.placement[0]), "")
-        for job in snapshot.jobs
-    }
+    return {job.key: share_speed(job.profile, wanted.get(job.key, job.placement[0]), "") for job in snapshot.jobs}
 
 
 @given(clusters())

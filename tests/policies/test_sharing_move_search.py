@@ -203,6 +203,7 @@ def moves_of(snapshot, memory=None):
 
 def test_jobs_in_slurms_queue_get_room_too():
     """Where the service places no jobs, Slurm starts them itself, as soon as the GPUs are free."""
+
     def queued(**facts):
         return replace(held(WAITS, 4), slurm_priority=7, options=Options(), **facts)
 

@@ -97,9 +97,7 @@ def together(speed: float, jobs=(LOW, BUSY), held_s: float = 100.0):
     return [
         on(1, "a", 0, profile=first, co_runners=(2,), **slow),
         on(2, "a", 0, lane=1, profile=second, co_runners=(1,), **slow),
-    ] + [
-        on(number, "a", number - 9, profile=BUSY) for number in (10, 11, 12)
-    ]
+    ] + [on(number, "a", number - 9, profile=BUSY) for number in (10, 11, 12)]
 
 
 def test_a_pack_that_pays_stays():
