@@ -108,10 +108,12 @@ class OwnerSocket(LocalSocket):
             tell(Told(VERSION, ask.id, answer))
 
         with self._counting:
-            if self._open[ask.host] >= (OPEN_PER_RELAY if here is None else OPEN_PER_HOST):
-                return  # its agent gives up on it by itself
-            self._open[ask.host] += 1
-        self._relayed.submit(work)
+            busy = self._open[ask.host] >= (OPEN_PER_RELAY if here is None else OPEN_PER_HOST)
+            self._open[ask.host] += not busy
+        if busy:
+            tell(Told(VERSION, ask.id, zlib.compress(_error("too many questions come from this host: try again"))))
+        else:
+            self._relayed.submit(work)
 
     def _of_relay(self, ask: Ask, here: Collection[str] | None) -> bytes:
         viewer = self._access.relayed(ask.uid, here)

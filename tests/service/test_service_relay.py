@@ -171,6 +171,14 @@ def test_a_host_has_a_budget_of_questions(site: tuple[Path, Hub], monkeypatch: p
         eventually(lambda: site[1].refused["asks"] == 1)
 
 
+def test_a_host_has_few_questions_open(site: tuple[Path, Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_socket, "OPEN_PER_RELAY", 0)
+    assert "too many questions" in told(site, "login1", NOBODY).error
+    facts(site[1], "n1", "nobody")
+    for _ in range(2 * owner_socket.OPEN_PER_HOST):
+        assert told(site, "n1", NOBODY).record is not None, "one that is answered counts no more"
+
+
 def test_an_answer_too_large_for_the_link_says_so(site: tuple[Path, Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_socket, "MAX_TOLD", 64)
     assert "too large for an agent" in told(site, "login1", NOBODY, '{"job":null}').error

@@ -72,7 +72,7 @@ more. Frames beyond are dropped unread."""
 RECORDS_S = 50.0
 RECORDS_AT_ONCE = 10_000.0
 """Messages for the record that a host may send a second, and at once; more are dropped."""
-ASKS_S, ASKS_AT_ONCE = 20.0, 100.0
+ASKS_S, ASKS_AT_ONCE = 50.0, 200.0
 """Questions of users that a host may pass on a second, and at once."""
 HANDSHAKE_MS = 5000
 """Longest time of a connection until its key is checked."""
