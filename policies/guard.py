@@ -184,7 +184,7 @@ class Guard:
 
     def _makes_way(self, job: Job) -> bool:
         """Return True if an exclusive job or one of higher priority wants the job's GPUs."""
-        gpus = set(job.lease.gpus) if job.lease is not None else set()
+        gpus = set(job.leased_gpus)
         return any(
             other.lease is not None
             and other.lease.state in ("waiting", "yielded")

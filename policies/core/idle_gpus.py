@@ -82,8 +82,8 @@ def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
     used: Counter[str] = Counter()
     for job in snapshot.jobs:
         if job.lease is None and job.state in ("RUNNING", "OTHER"):
-            for name in job.nodes:
-                used[hosts.get(name, name)] += gpus_on(job, name)
+            for name, (gpus, *_) in job.amounts.items():
+                used[hosts.get(name, name)] += gpus
     used.update(gpu.host for gpu in held_gpus(snapshot.jobs))
     return [
         HostGpus(
@@ -102,12 +102,6 @@ def held_gpus(jobs: Iterable[Job]) -> set[Gpu]:
     """Return the GPUs that jobs may use now by their leases."""
     leases = (job.lease for job in jobs)
     return {gpu for lease in leases if lease and (lease.exclusive or lease.state in HOLDING) for gpu in lease.gpus}
-
-
-def gpus_on(job: Job, node: str) -> int:
-    """Return the GPUs that a started job has on one of its nodes."""
-    placed = next((share.gpus for share in job.placement if share.node == node), 0)
-    return placed or -(-job.gpus // max(len(job.nodes), 1))
 
 
 def narrowest_jobs(waiting: Iterable[tuple[Wanted, int]]) -> dict[Wanted, int]:

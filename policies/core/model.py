@@ -57,6 +57,8 @@ class Share(NamedTuple):
 
 Placement: TypeAlias = tuple[Share, ...]
 """All that a job has; one share a node, in order of node names."""
+Amount: TypeAlias = tuple[int, int, int]
+"""GPUs, CPUs and MB."""
 
 
 GpuCount: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
@@ -370,6 +372,22 @@ class Job:
     def opted_in(self) -> bool:
         """Return True if the user asked for sharing and the job can be managed."""
         return self.options is not None and self.options.share and not self.unmanageable
+
+    @property
+    def leased_gpus(self) -> tuple[Gpu, ...]:
+        """Return the GPUs of the job's lease; none where no agent knows the job."""
+        return self.lease.gpus if self.lease is not None else ()
+
+    @property
+    def amounts(self) -> dict[str, Amount]:
+        """Return what a started job has on each node; an even part of its totals where Slurm shows no more."""
+        nodes, placement = self.nodes, self.placement
+        if len(nodes) == 1 == len(placement) and nodes[0] == placement[0].node:  # nearly always
+            return {nodes[0]: placement[0][1:]}
+        placed = {share.node: share[1:] for share in placement}
+        count = max(len(nodes), 1)
+        even = (-(-self.gpus // count), -(-self.cpus // count), -(-self.memory_mb // count))
+        return {name: placed.get(name, even) for name in nodes}
 
     @property
     def starts_unleased(self) -> bool:

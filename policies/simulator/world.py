@@ -11,7 +11,7 @@ from math import inf
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus, narrowest_jobs
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
+from cadenza.policies.core.model import Amount, ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
@@ -20,7 +20,7 @@ from cadenza.policies.simulator.leases import Changes, Leases
 from cadenza.policies.simulator.priority import Person
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
 from cadenza.policies.simulator.scheduler import QueuedJob, Scheduler
-from cadenza.policies.slurm.backfill import Amount, Shares
+from cadenza.policies.slurm.backfill import Shares
 
 SAVE_SHARE = 0.25
 """Part of a move's measured cost that passes until its checkpoint is complete, where moves take several rounds.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol, TypeAlias
 
-Amount: TypeAlias = tuple[int, int, int]
-"""GPUs, CPUs and MB."""
+from cadenza.policies.core.model import Amount
+
 Shares: TypeAlias = tuple[tuple[int, Amount], ...]
 """Positions of nodes, and what a job has there."""
 

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
+from cadenza.policies.core.model import Amount
 from cadenza.policies.slurm import backfill
-from cadenza.policies.slurm.backfill import Amount, Future, Shares, bits_of
+from cadenza.policies.slurm.backfill import Future, Shares, bits_of
 
 ROOM = (8, 96, 1000)
 

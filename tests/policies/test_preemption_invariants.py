@@ -15,7 +15,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options, Progress, SiteRules
 from cadenza.policies.core.move import Move, Over
 from cadenza.policies.ordering.levels import level_of
-from cadenza.policies.sharing.preemption.node_room import NodeRoom, shares_of
+from cadenza.policies.sharing.preemption.node_room import NodeRoom
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 HOUR = 3600.0
@@ -126,7 +126,7 @@ def test_room_is_made_for_jobs_that_wait_for_resources_only_and_reaches_them(see
         waiting = snapshot.by_key[way.for_job]
         assert waiting.state_reason in ("Resources", "Priority", "")
         room = NodeRoom(snapshot, (), (snapshot.by_key[key] for key in way.jobs))
-        touched = {name for key in way.jobs for name in shares_of(snapshot.by_key[key])}
+        touched = {name for key in way.jobs for name in snapshot.by_key[key].amounts}
         for other in snapshot.jobs:
             first = other.state == "PENDING" and other.slurm_priority > waiting.slurm_priority
             if first and other.state_reason == "Resources" and other.key not in served:

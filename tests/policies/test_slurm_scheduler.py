@@ -14,7 +14,7 @@ from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.actions import MakeWay, Migrate, Release, Requeue, SetFactor
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.core.model import Amount, ClusterSnapshot, Job, JobKey
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules, Tier, Weights
@@ -25,7 +25,7 @@ from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 from cadenza.policies.simulator.world import World
-from cadenza.policies.slurm.backfill import Amount, Backfill, Future, Pass, Shares
+from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares
 
 LONG = {"work_s": 1000.0, "time_limit_s": 1000.0}
 

@@ -22,7 +22,7 @@ from cadenza.policies.sharing.state.groups import Group, after, group_keys, part
 from cadenza.policies.sharing.state.host import HostState
 from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Packing:
         """Return the jobs that give up GPUs because a job that they leave holds the same ones."""
         left = partners(self.before)
         gone = [action.job for action in self.actions if isinstance(action, Unpack)]
-        return frozenset(key for key in gone if _holds(jobs[key]) and any(_holds(jobs[other]) for other in left[key]))
+        return frozenset(key for key in gone if holds(jobs[key]) and any(holds(jobs[other]) for other in left[key]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,6 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
 
 def _pair(one: JobKey, other: JobKey) -> tuple[JobKey, JobKey]:
     return (min(one, other), max(one, other))
-
-
-def _holds(job: Job) -> bool:
-    return job.lease is not None and job.lease.state in ("held", "stopping")
 
 
 def _reasons(
@@ -190,7 +186,7 @@ class _Stage:
         packed = {key for pack in self.packs for key in pack}
         there: dict[frozenset[Gpu], list[Group]] = {}
         for group in (*self.packs, *((key,) for key in sorted(self.jobs) if key not in packed)):
-            there.setdefault(_gpus(self.jobs[group[0]]), []).append(group)
+            there.setdefault(frozenset(self.jobs[group[0]].leased_gpus), []).append(group)
         several = [groups for groups in there.values() if len(groups) > 1]
         units = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
         places = [sorted(here, key=lambda unit: unit.rank) for here in units if len(here) > 1]
@@ -218,7 +214,7 @@ class _Stage:
 
     def _fits(self, job: _Unit, other: _Unit) -> bool:
         """Return True if the GPUs have the memory for both, and their hosts CPUs and memory."""
-        gpus = _gpus(job.jobs[0])
+        gpus = job.jobs[0].leased_gpus
         size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in gpus), default=0.0)
         if job.peak_gb + other.peak_gb > size_gb * (1 - self.terms.gandiva.gpu_memory_margin):
             return False
@@ -227,9 +223,9 @@ class _Stage:
 
     def _has_room(self, host: HostState, unit: tuple[Job, ...]) -> bool:
         """Return True if a host has the memory promised to its jobs, and the CPUs that all running jobs then need."""
-        keys, gpus = {job.key for job in unit}, _gpus(unit[0])
-        others = (t.job for key, t in host.residents.items() if key not in keys and _holds(t.job))
-        running = (*unit, *(job for job in others if gpus.isdisjoint(_gpus(job))))
+        keys, gpus = {job.key for job in unit}, set(unit[0].leased_gpus)
+        others = (t.job for key, t in host.residents.items() if key not in keys and holds(t.job))
+        running = (*unit, *(job for job in others if gpus.isdisjoint(job.leased_gpus)))
         needed = sum(_cpus(job, self.alone.get(job.key), host.lanes[0].gpu_type) for job in running)
         return host.committed_mb <= host.memory_mb and needed <= host.lanes[0].cpus
 
@@ -281,10 +277,6 @@ def _may_pack(lease: Lease | None) -> bool:
     return lease is not None and (lease.ready or lease.state == "yielded") and lease.state != "stopping"
 
 
-def _gpus(job: Job) -> frozenset[Gpu]:
-    return frozenset(job.lease.gpus) if job.lease is not None else frozenset()
-
-
 def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:
     """Return the packs on one set of GPUs; ``units`` come with the lowest utilization first."""
     taken: set[JobKey] = set()
@@ -297,5 +289,5 @@ def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str,
         if other is not None:
             keys = (job.key, *(theirs.key for theirs in other.jobs))
             taken.update(keys)
-            place = f"runs with {job_names(keys[1:])} on {gpu_names(_gpus(job))}"
+            place = f"runs with {job_names(keys[1:])} on {gpu_names(job.leased_gpus)}"
             yield Pack(keys, f"{place}: of lowest utilization there, and the memory of all fits")

@@ -12,11 +12,11 @@ from math import inf
 from typing import NamedTuple
 
 from cadenza.policies.core.actions import MakeWay
-from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.model import Amount, Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import lost_s
 from cadenza.policies.sharing.preemption.join_idle import can_join, join_idle_gpus
-from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, Victim, shares_of
+from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
@@ -67,7 +67,7 @@ def _walk_through(state: SharingState, queue: list[Job]) -> None:
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
     standings = Standings(state)
     victims = [
-        Victim(job, standings.level(job), shares_of(job), lost_s(job, state.now_s))
+        Victim(job, standings.level(job), job.amounts, lost_s(job, state.now_s))
         for job in state.jobs.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, Node
-
-Amount: TypeAlias = tuple[int, int, int]
-"""GPUs, CPUs and MB."""
+from cadenza.policies.core.model import Amount, ClusterSnapshot, Job, Node
+from cadenza.policies.slurm.backfill import fits
 
 
 class NodeRequest(NamedTuple):
@@ -54,7 +52,7 @@ class NodeRoom:
         self._idle = {name for name, free in self.free.items() if free[0] > 0}
         """Nodes with free GPUs: a few of many, where jobs wait."""
         for job in leaving:
-            self._give_back(shares_of(job))
+            self._give_back(job.amounts)
         self.on: defaultdict[str, list[Victim]] = defaultdict(list)
         """By node, jobs of the worst level first, of equals those that repeat least, then the one that started last."""
         for victim in sorted(victims, key=lambda one: (-one.level, one.lost_s, -(one.job.start_s or 0.0), one.job.key)):
@@ -102,7 +100,7 @@ class NodeRoom:
     def fits(self, request: NodeRequest, names: Iterable[str]) -> tuple[str, ...]:
         """Return nodes that are free for a job now or soon; empty if there are too few."""
         gpus, cpus, memory_mb = request.each
-        if sum(1 for name in self._idle if _fits(request.each, self.free[name])) < request.nodes:
+        if sum(1 for name in self._idle if fits(request.each, self.free[name])) < request.nodes:
             return ()
         found: list[str] = []
         for name in names:
@@ -136,21 +134,21 @@ class NodeRoom:
     def _enough(self, name: str, need: Amount, may: Callable[[Victim], bool]) -> tuple[Victim, ...] | None:
         """Return jobs of a node without which a request fits there: none if it fits now, None if too few may leave."""
         free = self.free[name]
-        if _fits(need, free):
+        if fits(need, free):
             return ()
         chosen: list[Victim] = []
         for victim in self.on.get(name, ()):
             if may(victim):
                 chosen.append(victim)
                 free = _more(free, victim.shares[name])
-                if _fits(need, free):
+                if fits(need, free):
                     break
         else:
             return None
         # The last ones may have made the first ones unnecessary.
         for victim in chosen[:-1]:
             less = _less(free, victim.shares[name])
-            if _fits(need, less):
+            if fits(need, less):
                 chosen.remove(victim)
                 free = less
         return tuple(chosen)
@@ -183,20 +181,6 @@ class NodeRoom:
             self._idle.add(name)
         else:
             self._idle.discard(name)
-
-
-def shares_of(job: Job) -> dict[str, Amount]:
-    """Return the resources that a started job has on each node; an even part of its totals if Slurm shows no more."""
-    if len(job.nodes) == 1 == len(job.placement) and job.nodes[0] == job.placement[0].node:  # nearly always
-        return {job.nodes[0]: job.placement[0][1:]}
-    placed = {share.node: (share.gpus, share.cpus, share.memory_mb) for share in job.placement}
-    count = max(len(job.nodes), 1)
-    even = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
-    return {name: placed.get(name, even) for name in job.nodes}
-
-
-def _fits(need: Amount, free: Amount) -> bool:
-    return need[0] <= free[0] and need[1] <= free[1] and need[2] <= free[2]
 
 
 def _more(free: Amount, amount: Amount) -> Amount:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, shares_of
+from cadenza.policies.core.model import Amount, Job, JobKey
+from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom
 from cadenza.policies.sharing.preemption.standing import limit_s
 from cadenza.policies.slurm.backfill import SLURM, Future, Pass, Shares, bits_of
 
@@ -51,7 +51,7 @@ class RoundNodes:
         for job in self._jobs:
             if job.nodes and job.state in ("RUNNING", "SUSPENDED"):
                 ran_s = job.run_s if job.run_s is not None else self.now_s - (job.start_s or self.now_s)
-                shares = ((self.at[name], amount) for name, amount in shares_of(job).items() if name in self.at)
+                shares = ((self.at[name], amount) for name, amount in job.amounts.items() if name in self.at)
                 found[job.key] = self.now_s + max(limit_s(job) - ran_s, 0.0), tuple(shares)
         return found
 

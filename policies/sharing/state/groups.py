@@ -17,15 +17,11 @@ def standing(packs: Iterable[Group], jobs: Mapping[JobKey, Job]) -> tuple[Group,
     groups = []
     for pack in packs:
         there = [key for key in pack if key in jobs and jobs[key].lease is not None]
-        last = _gpus(jobs[there[-1]]) if there else None
-        group = tuple(key for key in there if _gpus(jobs[key]) == last)
+        last = set(jobs[there[-1]].leased_gpus) if there else None
+        group = tuple(key for key in there if set(jobs[key].leased_gpus) == last)
         if len(group) > 1:
             groups.append(group)
     return tuple(sorted(groups, key=min))
-
-
-def _gpus(job: Job) -> frozenset[object]:
-    return frozenset(job.lease.gpus) if job.lease is not None else frozenset()
 
 
 def partners(packs: Iterable[Group]) -> dict[JobKey, frozenset[JobKey]]:

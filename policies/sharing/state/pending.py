@@ -122,7 +122,7 @@ def stranded(state: SharingState) -> dict[JobKey, str]:
     given: Counter[str] = Counter()
     for job in state.all_jobs if state.settings.places else ():
         if job.state in ("RUNNING", "SUSPENDED") and job.key.id not in state.relocating:
-            given.update(dict.fromkeys(job.nodes, job.gpus // max(len(job.nodes), 1)))
+            given.update({name: amount[0] for name, amount in job.amounts.items()})
     found: dict[JobKey, str] = {}
     for job in state.all_jobs if state.settings.places else ():
         ours = job.key in state.memory.placed and job.key.id not in state.relocating and state.settings.manages(job)

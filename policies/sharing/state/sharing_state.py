@@ -245,7 +245,7 @@ class SharingState:
     def sharers_of(self, job: Job) -> list[Job]:
         """Return the jobs with which a job takes turns on its GPUs."""
         apart = partners(self.groups).get(job.key, frozenset()) | {job.key}
-        near = {rival.key: rival for gpu in (job.lease.gpus if job.lease else ()) for _, rival in self.by_gpu[gpu]}
+        near = {rival.key: rival for gpu in job.leased_gpus for _, rival in self.by_gpu[gpu]}
         return [rival for key, rival in near.items() if key not in apart]
 
     def stays_frozen(self, job: Job) -> bool:
@@ -261,7 +261,7 @@ class SharingState:
         if self._runs_blind(job):
             return True
         coming = frozenset() if holds(job) or job.key in self.holders else self.holders
-        gpus = job.lease.gpus if job.lease is not None else ()
+        gpus = job.leased_gpus
         others = [one for one in self.sharers_of(job) if holds_any(one, gpus) or one.key in coming]
         return not self.is_trusted(job, others)
 

@@ -73,9 +73,9 @@ def _free_of_unmanaged(jobs: Iterable[Job], nodes: Iterable[Node], settings: Sha
     free = {node.name: node.gpus if node.up and not node.drained else 0 for node in nodes}
     for job in jobs:
         if job.nodes and not settings.manages(job):
-            for name in job.nodes:
+            for name, (gpus, *_) in job.amounts.items():
                 if name in free:
-                    free[name] -= -(-job.gpus // len(job.nodes))
+                    free[name] -= gpus
     return free
 
 

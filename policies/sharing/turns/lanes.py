@@ -93,7 +93,7 @@ def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:
     had: dict[str, dict[Gpu, int]] = {}
     for job in snapshot.jobs:
         reached = level_of(attained_service(job, snapshot.time_s)) if job.lease is not None else 0
-        for gpu in job.lease.gpus if job.lease is not None else ():
+        for gpu in job.leased_gpus:
             on_host = had.setdefault(gpu.host, {})
             on_host[gpu] = max(on_host.get(gpu, 0), reached)
     # 2. The more the GPUs of a host have given, the less its lanes weigh; without jobs there they stay as they are.
@@ -118,10 +118,10 @@ def _lanes_over_stuck_jobs(snapshot: ClusterSnapshot) -> dict[str, str]:
     taken: dict[str, set[Gpu]] = {}
     for job in snapshot.jobs if stuck else ():
         for name in job.nodes if job.lease is not None else ():
-            taken.setdefault(name, set()).update(job.lease.gpus if job.lease is not None else ())
+            taken.setdefault(name, set()).update(job.leased_gpus)
     found: dict[str, str] = {}
     for job in stuck:
-        gpus = job.lease.gpus if job.lease is not None else ()
+        gpus = job.leased_gpus
         for node in snapshot.nodes if gpus else ():
             free = any(gpu.host == node.host and gpu not in taken.get(node.name, ()) for gpu in gpus)
             if node.lane and node.name not in job.nodes and free:

@@ -14,7 +14,6 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.idle_gpus import (
     Wanted,
     free_gpus,
-    gpus_on,
     idle_waiting_gpus,
     narrowest_jobs,
     waits_for_gpus,
@@ -229,11 +228,11 @@ def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKe
     """Return each job's GPU seconds; jobs that use a GPU at once share its time equally."""
     users: defaultdict[Gpu, float] = defaultdict(float)
     for job, held_s in held:
-        for gpu in job.lease.gpus if job.lease is not None else ():
+        for gpu in job.leased_gpus:
             users[gpu] += held_s
     seconds = {}
     for job, held_s in held:
-        gpus = job.lease.gpus if job.lease is not None else ()
+        gpus = job.leased_gpus
         each = (held_s * min(1.0, span_s / users[gpu]) for gpu in gpus if users[gpu] > 0.0)
         seconds[job.key] = sum(each) if gpus else held_s * job.gpus
     return seconds
@@ -350,7 +349,7 @@ class _Lane0:
         self.delays_s: defaultdict[str, float] = defaultdict(float)
         """By partition, the longest wait for turns so far of a job on lane 0."""
         for node in nodes:
-            taken = tuple(((job.submit_s, job.key.id), gpus_on(job, node.name)) for job in jobs[node.name])
+            taken = tuple(((job.submit_s, job.key.id), job.amounts[node.name][0]) for job in jobs[node.name])
             used = max(node.gpus_used, sum(gpus for _, gpus in taken))
             room = _Room(node.gpus - used, taken, max((mark for mark, _ in taken), default=(0.0, 0)))
             delay_s = max((turns.get(job.key, 0.0) for job in jobs[node.name]), default=0.0)
