@@ -42,11 +42,13 @@ class LocalSocket:
     def start(self) -> None:
         """Listen; raise OSError where this is not possible."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(missing_ok=True)
+        draft = self.path.with_suffix(".new")  # who finds the path can connect
+        draft.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.bind(str(self.path))
-        self.path.chmod(0o666)
+        listener.bind(str(draft))
+        draft.chmod(0o666)
         listener.listen(128)
+        draft.replace(self.path)
         self._listener = listener
         self._thread.start()
 
