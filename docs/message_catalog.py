@@ -18,7 +18,7 @@ PARTS = {
     "A move on its way": "policies/relocation/*.py",
     "Requests of pending jobs": "policies/request_sizing.py",
     "Without sharing, and allocations": "policies/exclusive.py policies/composition.py policies/allocation/**/*.py",
-    "About a job as a whole": "policies/sharing/state/settings.py slurm_plugin/cli/jobs/why.py",
+    "About a job as a whole": "policies/sharing/state/settings.py slurm_plugin/views/job_sentences.py",
 }
 MIN_WORDS = 4
 HEAD = """\

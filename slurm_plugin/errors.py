@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cadenza.policies.core.errors import CadenzaError
 
+NO_ROUND = "no round is on record yet: is cadenzad running?"
+
 
 class GatewayError(CadenzaError):
     """Base of the errors between the service and Slurm."""
@@ -44,7 +46,7 @@ class NotForSlurm(GatewayError):  # noqa: N818
 
 
 class ServiceError(CadenzaError):
-    """Base of the service's errors, and its answer to a user whom it gives nothing."""
+    """Base of the service's errors, and its refusal of a request."""
 
 
 class StoreError(ServiceError):

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.slurm_plugin.cli.jobs.render import Screen as TopScreen
-from cadenza.slurm_plugin.cli.jobs.view import TopView
+from cadenza.slurm_plugin.views.cluster_view import TopView
+from cadenza.slurm_plugin.views.top_screen import Screen as TopScreen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

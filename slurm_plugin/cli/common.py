@@ -33,7 +33,6 @@ NOBODY = (
     "machine of slurmctld or inside a job, or have the admin add a relay: `cadenza keygen HOST`, [service] relays = "
     '["HOST"], and `systemctl enable --now cadenza-relay` on HOST'
 )
-NO_ROUND = "no round is on record yet: is cadenzad running?"
 MAX_LINE = 8192
 PIPE_WIDTH = 180
 """Columns of output that does not go to a terminal, wide enough that nothing is cut."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from cadenza.sidecar.clock import local, now, sleep
-from cadenza.slurm_plugin.cli.common import NO_ROUND, TIME_AGO, UNITS_S, config_option, moment, say
+from cadenza.slurm_plugin.cli.common import TIME_AGO, UNITS_S, config_option, moment, say
+from cadenza.slurm_plugin.errors import NO_ROUND
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

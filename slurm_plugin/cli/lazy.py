@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.util import resolve_name as absolute
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,7 +14,7 @@ class LazyGroup(click.Group):
     """A group that prints its help without importing any of its commands.
 
     ``table``: for each heading the names below it, each with the place of its command, ``module:attribute`` in this
-    package or, with a dot in front, in the folder above, and its line in the help.
+    package, and its line in the help.
     """
 
     def __init__(self, *words: Any, table: Mapping[str, Mapping[str, tuple[str, str]]], **options: Any) -> None:
@@ -33,7 +32,7 @@ class LazyGroup(click.Group):
         del ctx
         if cmd_name not in self.places:
             return None
-        command: click.Command = resolve_name(absolute(f".{self.places[cmd_name]}", __package__))
+        command: click.Command = resolve_name(f"{__package__}.{self.places[cmd_name]}")
         return command
 
     def resolve_command(

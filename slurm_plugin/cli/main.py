@@ -20,11 +20,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "whatif": ("whatif.command:command", "Show what this cluster's jobs would have waited under Cadenza."),
         "watch": ("watch.command:command", "Show idle GPUs and what sharing would do, with a user's rights."),
         "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
-        "report": ("report.command:command", "Compare saved simulations, or sum up what sharing saved."),
+        "report": ("report_command:command", "Compare saved simulations, or sum up what sharing saved."),
     },
     "Operate": {
         "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
-        "web": (".web.command:command", "Show the cluster, jobs and reports as web pages."),
+        "web": ("web_command:command", "Show the cluster, jobs and reports as web pages."),
         "backup": ("backup_command:command", "Save settings, keys and what is to undo in a file, or restore it."),
         "host": ("host_command:command", "Empty hosts for maintenance or a reboot, and give them back."),
         "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),

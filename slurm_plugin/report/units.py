@@ -74,6 +74,15 @@ def duration(value_s: float) -> str:
     return f"{number(value_s / unit.seconds)}{NARROW}{unit.sign}"
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a short duration as text.
+
+    >>> milliseconds(0.0304), milliseconds(2.5)
+    ('30 ms', '2.50 s')
+    """
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def about(value_s: float) -> str:
     """Return a duration with three digits, for sentences."""
     unit = unit_of((value_s,))

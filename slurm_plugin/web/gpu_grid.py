@@ -10,8 +10,8 @@ from typing import NamedTuple
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.idle_gpus import HOLDING, awaited_hosts, free_gpus
 from cadenza.policies.core.model import ClusterSnapshot
-from cadenza.slurm_plugin.cli.jobs.view import GpuRow
 from cadenza.slurm_plugin.service.accounting.usage import narrowest_waiting
+from cadenza.slurm_plugin.views.cluster_view import GpuRow
 
 
 class Square(NamedTuple):

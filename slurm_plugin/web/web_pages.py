@@ -17,16 +17,14 @@ from cadenza.policies.core.idle_gpus import HOLDING
 from cadenza.policies.core.model import Gpu, Job
 from cadenza.policies.core.text import gpu_names
 from cadenza.sidecar.clock import Clock, local
-from cadenza.slurm_plugin.cli.common import NO_ROUND
-from cadenza.slurm_plugin.cli.jobs.render import milliseconds
-from cadenza.slurm_plugin.cli.jobs.top import view_of
-from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView, percentile
-from cadenza.slurm_plugin.cli.jobs.why import effect_sentence, sections, state_lines, summary
-from cadenza.slurm_plugin.cli.report.sharing import gather, sheet
+from cadenza.slurm_plugin.errors import NO_ROUND
 from cadenza.slurm_plugin.report.draw import LIGHT
-from cadenza.slurm_plugin.report.units import about
+from cadenza.slurm_plugin.report.units import about, milliseconds
 from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.store.reader import LeaseRow, Round, StoreReader, host_faults
+from cadenza.slurm_plugin.views.cluster_view import STALE_AFTER_S, JobRow, TopView, percentile, view_of
+from cadenza.slurm_plugin.views.job_sentences import effect_sentence, sections, state_lines, summary
+from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet
 from cadenza.slurm_plugin.web.gpu_grid import HostSquares, PartitionRow, partition_rows, squares
 from cadenza.slurm_plugin.web.timelines import Stretch, axis, columns, timeline
 from cadenza.slurm_plugin.web.viewers import RefusedError

@@ -18,11 +18,9 @@ from rich.console import Group, RenderableType
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Node
 from cadenza.policies.core.profile import Profile, Reference
-from cadenza.slurm_plugin.cli.jobs import render
-from cadenza.slurm_plugin.cli.jobs.view import Recent, build
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.profile import show
-from cadenza.slurm_plugin.cli.report import sharing
+from cadenza.slurm_plugin.cli.report_command import show as show_sharing
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.output import as_table
 from cadenza.slurm_plugin.cli.simulate.request import read_request
@@ -38,6 +36,9 @@ from cadenza.slurm_plugin.service.store.reader import Round
 from cadenza.slurm_plugin.sweep.controller import Head
 from cadenza.slurm_plugin.sweep.journal import SweepState, TrialState
 from cadenza.slurm_plugin.sweep.study_plan import Plan
+from cadenza.slurm_plugin.views import sharing_sheet
+from cadenza.slurm_plugin.views import top_screen as render
+from cadenza.slurm_plugin.views.cluster_view import Recent, build
 
 FIGURE = re.compile(r"(?<![\w./=-])[-+±]?\d[\d,.]*\d(?![\w/])")
 """A number of two digits at least that is no part of a name."""
@@ -91,11 +92,13 @@ def profile(_: Path) -> RenderableType:
 
 def report(_: Path) -> RenderableType:
     out = Terminal(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
-    figures = (Cell("alexandra.smith"), Cell("1,234", 1), *(Cell("12.35", 12.35) for _ in sharing.FIGURES))
-    table = Table("users", "By user", (sharing.USER, sharing.Column("Jobs"), *sharing.FIGURES), (figures,))
-    sharing.show(Sheet("Effect", (), (), (table,), ()), "", out)
+    figures = (Cell("alexandra.smith"), Cell("1,234", 1), *(Cell("12.35", 12.35) for _ in sharing_sheet.FIGURES))
+    table = Table(
+        "users", "By user", (sharing_sheet.USER, sharing_sheet.Column("Jobs"), *sharing_sheet.FIGURES), (figures,)
+    )
+    show_sharing(Sheet("Effect", (), (), (table,), ()), "", out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("12.35") == len(sharing.FIGURES)
+    assert text.count("12.35") == len(sharing_sheet.FIGURES)
     return text
 
 

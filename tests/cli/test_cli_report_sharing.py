@@ -18,13 +18,13 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.round import run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, queue_rules, replayed
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
 from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
 from cadenza.slurm_plugin.service.owner_socket import OwnerSocket
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.views.replayed_slurm import Cluster, queue_rules, replayed
 
 STEP_S = 100.0
 HAS, GETS = (Share("n1", 2, 4, 1000),), (Share("n1", 2, 8, 1000),)

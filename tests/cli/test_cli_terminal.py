@@ -24,11 +24,9 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import Profile
 from cadenza.slurm_plugin.cli import common
-from cadenza.slurm_plugin.cli.jobs import render, why
-from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.profile import show
-from cadenza.slurm_plugin.cli.report.sharing import show as show_report
+from cadenza.slurm_plugin.cli.report_command import show as show_report
 from cadenza.slurm_plugin.cli.site import checks
 from cadenza.slurm_plugin.cli.site.checks import Finding
 from cadenza.slurm_plugin.cli.sweep import display
@@ -38,6 +36,9 @@ from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, Round, SwitchRow
 from cadenza.slurm_plugin.sweep.journal import TrialState
+from cadenza.slurm_plugin.views import job_sentences as why
+from cadenza.slurm_plugin.views import top_screen as render
+from cadenza.slurm_plugin.views.cluster_view import Recent, TopView, build
 
 CONTROLS = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0))))
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029"

@@ -21,10 +21,7 @@ from cadenza.policies.registry import ENTRIES
 from cadenza.policies.round import Live, run_round
 from cadenza.policies.supervision import left_alone
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.jobs.render import Screen
-from cadenza.slurm_plugin.cli.jobs.view import Recent, build
-from cadenza.slurm_plugin.cli.jobs.why import lines
-from cadenza.slurm_plugin.cli.report.sharing import gather, sheet, show, summary
+from cadenza.slurm_plugin.cli.report_command import show
 from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.translate import snapshot
@@ -36,6 +33,10 @@ from cadenza.slurm_plugin.service.settings import Settings, guard_settings, poli
 from cadenza.slurm_plugin.service.store import schema
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.views.cluster_view import Recent, build
+from cadenza.slurm_plugin.views.job_sentences import lines
+from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary
+from cadenza.slurm_plugin.views.top_screen import Screen
 
 RECORDING = Path(__file__).parents[1] / "gateway" / "data" / "slurm-26.05.jsonl"
 CLUSTER = [json.loads(line) for line in RECORDING.read_text(encoding="utf-8").splitlines()][1]

@@ -19,7 +19,6 @@ from cadenza.policies.ledger import remember
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.frames import FROM_AGENT
 from cadenza.sidecar.orders import CheckpointOrder, Facts, JobFacts, LeaseReport, Receipt
-from cadenza.slurm_plugin.cli.jobs import why
 from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry
 from cadenza.slurm_plugin.service.agents.hub import Hub, HubSettings
@@ -28,6 +27,7 @@ from cadenza.slurm_plugin.service.observe.lease_merge import merge, parts_by_job
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.views import job_sentences as why
 
 PATH = "/kept/step-00002818"
 SAVED = Receipt(1, 2818, (PATH,))

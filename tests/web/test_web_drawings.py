@@ -13,10 +13,10 @@ from cadenza.policies.core.idle_gpus import fits
 from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
-from cadenza.slurm_plugin.cli.jobs import view
 from cadenza.slurm_plugin.service.store import reader
 from cadenza.slurm_plugin.service.store.reader import Round, StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.views import cluster_view as view
 from cadenza.slurm_plugin.web.gpu_grid import partition_rows, squares
 from cadenza.slurm_plugin.web.timelines import Stretch, columns, timeline
 

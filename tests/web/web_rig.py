@@ -18,10 +18,10 @@ from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey,
 from cadenza.policies.round import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
+from cadenza.slurm_plugin.cli.web_command import opened
 from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.settings import Settings, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.web.command import opened
 from cadenza.slurm_plugin.web.viewers import Viewers
 from cadenza.slurm_plugin.web.web_pages import Site
 from cadenza.slurm_plugin.web.web_server import Server, configured

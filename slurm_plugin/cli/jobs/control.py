@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import NO_ROUND, JobId, config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say
+from cadenza.slurm_plugin.errors import NO_ROUND
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome

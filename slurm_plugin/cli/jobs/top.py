@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,16 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, store_or_socket
-from cadenza.slurm_plugin.cli.jobs.view import STOPPED, Recent, TopView, build
+from cadenza.slurm_plugin.views.cluster_view import TopView, look
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cadenza.slurm_plugin.service.store.reader import Round, StoreReader
-
-SWITCHES_SINCE_S = 60.0
-MAX_ACTIONS = 2000
-MAX_EFFECTS = 8
+    from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 
 @click.command("top")
@@ -44,41 +39,10 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
             for view in views:
                 emit("cadenza.top/1", view)
         else:
-            from cadenza.slurm_plugin.cli.jobs.render import Screen  # noqa: PLC0415 (slow, and not needed for JSON)
             from cadenza.slurm_plugin.cli.terminal import show  # noqa: PLC0415
+            from cadenza.slurm_plugin.views.top_screen import Screen  # noqa: PLC0415 (slow, and not needed for JSON)
 
             show(console(), map(Screen, views), live=not once)
-
-
-def look(source: StoreReader | Path) -> TopView:
-    """Return the current view of a store, or of the user's own jobs from the service's socket."""
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.owner_socket import ask_latest  # noqa: PLC0415
-
-    now_s = SystemClock().now()
-    if isinstance(source, Path):
-        latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
-        last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
-        rows = (latest.actions, latest.switches, effects, kill_switch(last))
-        return build(last, Recent(*rows, latest.hosts, dict(latest.others)), now_s)
-    return view_of(source, source.round(), now_s)
-
-
-def view_of(reader: StoreReader, last: Round | None, now_s: float) -> TopView:
-    """Return the view of the last round of a store."""
-    switches, effects = reader.switches(since_s=now_s - SWITCHES_SINCE_S), reader.effects(limit=MAX_EFFECTS)
-    faults = (*kill_switch(last), *reader.faults())
-    return build(last, Recent(reader.actions(limit=MAX_ACTIONS), switches, effects, faults), now_s)
-
-
-def kill_switch(last: Round | None) -> tuple[str, ...]:
-    """Return a sentence if the kill switch of the last round's settings is set, as far as this user can see."""
-    from cadenza.slurm_plugin.service.settings import from_record  # noqa: PLC0415
-
-    if last is None or not last.settings:
-        return ()
-    switch = from_record(last.settings).guard.kill_switch
-    return (f"{STOPPED}, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
 
 
 def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:

@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from cadenza.sidecar.bounds import MAX_LANES
-from cadenza.slurm_plugin.cli.common import NO_ROUND, config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.errors import NO_ROUND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,11 @@ from cadenza.slurm_plugin.cli.common import (
     say,
     store_or_socket,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cadenza.slurm_plugin.report.sheet import Sheet
 
 RESULT_OPTIONS = ("baseline",)
 SINCE_OPTIONS = ("until", "user", "config")
@@ -88,9 +93,9 @@ def _compare(
 
 def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json: bool, **options: Any) -> None:
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.cli.report.sharing import gather, sheet, show, summary  # noqa: PLC0415
     from cadenza.slurm_plugin.report.sheet import render  # noqa: PLC0415
     from cadenza.slurm_plugin.service.owner_socket import ask_report  # noqa: PLC0415
+    from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary  # noqa: PLC0415
 
     now_s = SystemClock().now()
     since_s = moment(since, now_s, "--since")
@@ -120,3 +125,29 @@ def _write(output: Path, page: str) -> None:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{output}: cannot be written: {error.strerror or error}") from None
+
+
+def show(content: Sheet, text: str, out: Console) -> None:
+    """Print the page's content on a console, without its table of jobs and the columns that are all zero."""
+    from rich.table import Table  # noqa: PLC0415 (slow)
+
+    out.print(f"{content.title}: {', '.join(content.facts)}")
+    out.print(text)
+    for table in content.tables:
+        if not table.rows or table.key == "jobs":
+            continue
+        printed = Table(
+            title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
+        )
+        columns = enumerate(table.columns)
+        shown = [at for at, column in columns if column.text or any(row[at].value for row in table.rows)]
+        for column in (table.columns[at] for at in shown):
+            heading = f"{column.name}\n{column.note}".rstrip().replace(" ", "\n")
+            printed.add_column(
+                heading, justify="left" if column.text else "right", no_wrap=not column.text, overflow="fold"
+            )
+        for row in table.rows:
+            printed.add_row(*(row[at].text for at in shown))
+        out.print(printed)
+    for note in content.notes:
+        out.print(note, style="dim")

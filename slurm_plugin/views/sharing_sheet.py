@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table as RichTable
 
 from cadenza.sidecar.clock import local
-from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
-from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, replayed
 from cadenza.slurm_plugin.report.sheet import Card, Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.report.units import number
 from cadenza.slurm_plugin.service.accounting.sharing_report import Replay, SharingReport, Sums
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S
 from cadenza.slurm_plugin.service.own_jobs import recorded_report
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.views.job_sentences import effect_sentence
+from cadenza.slurm_plugin.views.replayed_slurm import Cluster, replayed
 
 MAX_JOBS = 50
 """Rows of the page's table of jobs; ``--json`` has all."""
@@ -193,27 +187,3 @@ def _h(seconds: float) -> str:
 
 def _many(count: int, name: str) -> str:
     return f"{count} {name}{'' if count == 1 else 's'}"
-
-
-def show(content: Sheet, text: str, out: Console) -> None:
-    """Print the page's content on a console, without its table of jobs and the columns that are all zero."""
-    out.print(f"{content.title}: {', '.join(content.facts)}")
-    out.print(text)
-    for table in content.tables:
-        if not table.rows or table.key == "jobs":
-            continue
-        printed = RichTable(
-            title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
-        )
-        columns = enumerate(table.columns)
-        shown = [at for at, column in columns if column.text or any(row[at].value for row in table.rows)]
-        for column in (table.columns[at] for at in shown):
-            heading = f"{column.name}\n{column.note}".rstrip().replace(" ", "\n")
-            printed.add_column(
-                heading, justify="left" if column.text else "right", no_wrap=not column.text, overflow="fold"
-            )
-        for row in table.rows:
-            printed.add_row(*(row[at].text for at in shown))
-        out.print(printed)
-    for note in content.notes:
-        out.print(note, style="dim")

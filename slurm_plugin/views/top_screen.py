@@ -13,10 +13,10 @@ from rich.text import Text
 
 from cadenza.policies.core.model import Gpu
 from cadenza.policies.core.text import gpu_names, printable
-from cadenza.slurm_plugin.cli.common import NO_ROUND
-from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, STOPPED, JobRow, TopView
-from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
-from cadenza.slurm_plugin.report.units import about
+from cadenza.slurm_plugin.errors import NO_ROUND
+from cadenza.slurm_plugin.report.units import about, milliseconds
+from cadenza.slurm_plugin.views.cluster_view import STALE_AFTER_S, STOPPED, JobRow, TopView
+from cadenza.slurm_plugin.views.job_sentences import effect_sentence
 
 MARKS = {
     "held": ("▶", "bold green"),
@@ -144,12 +144,3 @@ def effect_lines(view: TopView) -> Iterator[Text]:
 def legend() -> Text:
     """Return the meaning of the marks."""
     return Text("   ".join(f"{mark} {state}" for state, (mark, _) in MARKS.items()), style="dim")
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a short duration as text.
-
-    >>> milliseconds(0.0304), milliseconds(2.5)
-    ('30 ms', '2.50 s')
-    """
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,10 +1,12 @@
-"""Contents of ``cadenza top`` as plain data, computed from the last recorded round (pure)."""
+"""Contents of ``cadenza top`` as plain data, computed from the last recorded round."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,14 +15,19 @@ import msgspec
 from cadenza.policies.core.idle_gpus import HostGpus, Wanted, fits, free_gpus, waits_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.accounting.effects import Effect
+from cadenza.slurm_plugin.service.owner_socket import ask_latest
 from cadenza.slurm_plugin.service.settings import Settings, from_record
-from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow, host_faults
+from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, StoreReader, SwitchRow, host_faults
 
 STALE_AFTER_S = 30.0
 """Age of the last round from which it says that none followed."""
 STOPPED = "the kill switch is set"
 """Begin of the fault that says so."""
+SWITCHES_SINCE_S = 60.0
+MAX_ACTIONS = 2000
+MAX_EFFECTS = 8
 NO_LEASE = Lease("waiting", ())
 
 
@@ -123,6 +130,32 @@ class Recent(NamedTuple):
     """Idle GPUs where the round has a user's own jobs only; None: the round has all."""
     others: Mapping[Gpu, int] = MappingProxyType({})
     """GPUs that other users' jobs hold, with the job, or 0."""
+
+
+def look(source: StoreReader | Path) -> TopView:
+    """Return the current view of a store, or of the user's own jobs from the service's socket."""
+    now_s = SystemClock().now()
+    if isinstance(source, Path):
+        latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
+        last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
+        rows = (latest.actions, latest.switches, effects, kill_switch(last))
+        return build(last, Recent(*rows, latest.hosts, dict(latest.others)), now_s)
+    return view_of(source, source.round(), now_s)
+
+
+def view_of(reader: StoreReader, last: Round | None, now_s: float) -> TopView:
+    """Return the view of the last round of a store."""
+    switches, effects = reader.switches(since_s=now_s - SWITCHES_SINCE_S), reader.effects(limit=MAX_EFFECTS)
+    faults = (*kill_switch(last), *reader.faults())
+    return build(last, Recent(reader.actions(limit=MAX_ACTIONS), switches, effects, faults), now_s)
+
+
+def kill_switch(last: Round | None) -> tuple[str, ...]:
+    """Return a sentence if the kill switch of the last round's settings is set, as far as this user can see."""
+    if last is None or not last.settings:
+        return ()
+    switch = from_record(last.settings).guard.kill_switch
+    return (f"{STOPPED}, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
 
 
 def build(last: Round | None, recent: Recent, now_s: float) -> TopView:

@@ -1,1 +1,0 @@
-"""``cadenza report``: HTML pages from saved results and from the store."""

@@ -1,0 +1,1 @@
+"""The service's record as people read it, in a terminal and on web pages."""
