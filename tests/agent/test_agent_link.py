@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +26,7 @@ from cadenza.policies.core.actions import Pack
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.ledger import remember
-from cadenza.sidecar import orders
+from cadenza.sidecar import local_socket, orders
 from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent as AgentSeen
 from cadenza.slurm_plugin.service.observe.enrichment import with_profiles, with_progress
@@ -182,6 +185,20 @@ def test_the_services_of_both_controllers_hear_an_agent_and_the_one_that_speaks_
                 one.seen.clear()
     finally:
         standby.close()
+
+
+def test_a_users_question_goes_to_the_service_and_only_its_answer_comes_back(linked: Agent, service: Service) -> None:
+    with ThreadPoolExecutor() as clients:
+        answer = clients.submit(local_socket.ask, linked.socket.with_name("jobs.sock"), b'{"job":1}')
+        asked = service.wait_for(orders.Ask)
+        assert (asked.host, asked.uid, asked.question) == ("n1", os.getuid(), b'{"job":1}\n')
+        for number, text in ((asked.id + 1, zlib.compress(b"another's")), (asked.id, b"no zlib")):
+            service.send(orders.Told(orders.VERSION, number, text))
+        linked.talk().start(1, [0])
+        service.lease(1, lambda lease: lease.state == "held")
+        assert not answer.done()
+        service.send(orders.Told(orders.VERSION, asked.id, zlib.compress(b"mine")))
+        assert answer.result(PATIENCE_S) == b"mine"
 
 
 def test_a_yield_that_cannot_be_is_answered_at_once(linked: Agent, service: Service) -> None:
