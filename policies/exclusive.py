@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Plan, Server
 from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, SetFactor, Tune, Unpack
+from cadenza.policies.core.amounts import NOTHING, Amount, less, more
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
@@ -180,26 +181,17 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
 
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:
     """Return the managed nodes that can run jobs, less what ``others`` (unmanaged jobs) have there, by name."""
-    taken = _taken(others) if others else {}
+    taken: dict[str, Amount] = {}
+    for job in others:
+        for name, amount in job.amounts.items():
+            taken[name] = more(taken.get(name, NOTHING), amount)
     servers = []
     for node in nodes:
         if node.lane == 0 and node.up and not node.drained and not partitions.isdisjoint(node.partitions):
-            gpus, cpus, memory_mb = taken.get(node.name, (0, 0, 0))
-            left = (node.gpus - gpus, node.cpus - cpus, node.memory_mb - memory_mb)
+            left = less((node.gpus, node.cpus, node.memory_mb), taken.get(node.name, NOTHING))
             if min(left) > 0:
                 servers.append(Server(node.name, *left, node.gpu_type))
     return tuple(sorted(servers))
-
-
-def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
-    """Return the GPUs, CPUs and MB that jobs have on each node, taken to be spread evenly."""
-    taken: dict[str, tuple[int, int, int]] = {}
-    for job in jobs:
-        each = [-(-total // len(job.nodes)) for total in (job.gpus, job.cpus, job.memory_mb)]
-        for name in job.nodes:
-            gpus, cpus, memory_mb = taken.get(name, (0, 0, 0))
-            taken[name] = (gpus + each[0], cpus + each[1], memory_mb + each[2])
-    return taken
 
 
 def _wants_gpus(job: Job) -> bool:

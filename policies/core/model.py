@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.profile import Profile
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ class Share(NamedTuple):
 
 Placement: TypeAlias = tuple[Share, ...]
 """All that a job has; one share a node, in order of node names."""
-Amount: TypeAlias = tuple[int, int, int]
-"""GPUs, CPUs and MB."""
 
 
 GpuCount: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]

@@ -13,10 +13,11 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from operator import attrgetter
 
-from cadenza.policies.core.model import Amount, Node, SiteRules
+from cadenza.policies.core.amounts import Amount, fits
+from cadenza.policies.core.model import Node, SiteRules
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.simulator.priority import Facts, Multifactor, Person
-from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares, bits_of, choose, fits
+from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares, bits_of, choose
 
 BY_ORDER = attrgetter("order")
 

@@ -9,9 +9,10 @@ from heapq import heappop, heappush
 from math import inf
 
 from cadenza.policies.allocation.problem import placement_speed
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus, narrowest_jobs
-from cadenza.policies.core.model import Amount, ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol, TypeAlias
 
-from cadenza.policies.core.model import Amount
+from cadenza.policies.core.amounts import Amount
 
 Shares: TypeAlias = tuple[tuple[int, Amount], ...]
 """Positions of nodes, and what a job has there."""
@@ -393,11 +393,6 @@ def bits_of(spot: Iterable[int]) -> int:
     for at in spot:
         found |= 1 << at
     return found
-
-
-def fits(need: Sequence[int], free: Sequence[int]) -> bool:
-    """Return True if there is room for so many GPUs, CPUs and MB."""
-    return need[0] <= free[0] and need[1] <= free[1] and need[2] <= free[2]
 
 
 def choose(job: Request, fitting: Callable[[Amount], int], among: int, lanes: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cadenza.policies.core.model import Amount
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.slurm import backfill
 from cadenza.policies.slurm.backfill import Future, Shares, bits_of
 

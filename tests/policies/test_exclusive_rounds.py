@@ -71,6 +71,13 @@ def test_those_that_save_make_way_together_for_the_one_that_starts_on_their_node
     assert all(len(way.jobs) == 1 for way in of(MakeWay, found))
 
 
+def test_a_job_of_others_counts_on_each_node_with_what_slurm_gave_it_there():
+    shares = (Share("node1", 3, 3, 3000), Share("node2", 1, 1, 1000))
+    other = runs(1, 4, nodes=("node1", "node2"), num_nodes=2, placement=shares, options=None)
+    found = decide(other, waits(2, 3), nodes=(node(), node("node2")))
+    assert [action.nodes for action in of(Place, found)] == [("node2",)]
+
+
 def test_the_factor_is_lifted_before_its_job_is_placed():
     stopped = replace(waits(1), key=JobKey(1, 1))
     found = decide(stopped, memory=Memory(factors={1: FAR_BELOW}))

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.actions import MakeWay, Migrate, Release, Requeue, SetFactor
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.model import Amount, ClusterSnapshot, Job, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules, Tier, Weights

@@ -12,7 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from cadenza.policies.core.actions import MakeWay
-from cadenza.policies.core.model import Amount, Job, JobKey
+from cadenza.policies.core.amounts import Amount
+from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import lost_s
 from cadenza.policies.sharing.preemption.join_idle import can_join, join_idle_gpus

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
-from cadenza.policies.core.model import Amount, ClusterSnapshot, Job, Node
-from cadenza.policies.slurm.backfill import fits
+from cadenza.policies.core.amounts import Amount, fits, less, more
+from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 
 
 class NodeRequest(NamedTuple):
@@ -140,28 +140,28 @@ class NodeRoom:
         for victim in self.on.get(name, ()):
             if may(victim):
                 chosen.append(victim)
-                free = _more(free, victim.shares[name])
+                free = more(free, victim.shares[name])
                 if fits(need, free):
                     break
         else:
             return None
         # The last ones may have made the first ones unnecessary.
         for victim in chosen[:-1]:
-            less = _less(free, victim.shares[name])
-            if fits(need, less):
+            fewer = less(free, victim.shares[name])
+            if fits(need, fewer):
                 chosen.remove(victim)
-                free = less
+                free = fewer
         return tuple(chosen)
 
     def take(self, request: NodeRequest, names: Iterable[str]) -> None:
         """Give the resources of nodes to a job that Slurm starts there."""
         for name in names:
-            self._set(name, _less(self.free[name], request.each))
+            self._set(name, less(self.free[name], request.each))
 
     def give_back(self, request: NodeRequest, names: Iterable[str]) -> None:
         """Take back what ``take`` gave."""
         for name in names:
-            self._set(name, _more(self.free[name], request.each))
+            self._set(name, more(self.free[name], request.each))
 
     def evict(self, victims: Iterable[Victim]) -> None:
         """Free what jobs have that make way."""
@@ -173,7 +173,7 @@ class NodeRoom:
     def _give_back(self, shares: Mapping[str, Amount]) -> None:
         for name, amount in shares.items():
             if name in self.free:
-                self._set(name, _more(self.free[name], amount))
+                self._set(name, more(self.free[name], amount))
 
     def _set(self, name: str, free: Amount) -> None:
         self.free[name] = free
@@ -181,11 +181,3 @@ class NodeRoom:
             self._idle.add(name)
         else:
             self._idle.discard(name)
-
-
-def _more(free: Amount, amount: Amount) -> Amount:
-    return free[0] + amount[0], free[1] + amount[1], free[2] + amount[2]
-
-
-def _less(free: Amount, amount: Amount) -> Amount:
-    return free[0] - amount[0], free[1] - amount[1], free[2] - amount[2]
