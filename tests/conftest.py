@@ -31,7 +31,6 @@ GROUPS = {
     "test_packing": COMPUTING,
     "test_tuning": COMPUTING,
     "test_turns": COMPUTING,
-    "test_moves": "moves",
     "test_agent_tuning_job": "cgroups",
     "test_agent_tuning_v1": "cgroups",
     "test_agent_driver_inspection": "cgroups",
@@ -42,12 +41,19 @@ GROUPS = {
     "test_integrations_requested": "frameworks",
 }
 """Files whose tests one process takes, one after the other: their jobs compute at full speed while the other cluster's
-jobs mostly wait; they share a run; they make Slurm's control groups on this machine, of which an agent sees all; or
-they import the frameworks, which takes longer than many a test."""
+jobs mostly wait; they make Slurm's control groups on this machine, of which an agent sees all; or they import the
+frameworks, which takes longer than many a test."""
+LONGEST = (
+    "test_faults", "test_hostile", COMPUTING, "test_elastic", "test_site_rules", "test_gpu_memory", "test_moves",
+    "test_full_memory", "test_preemption", "test_gpu_acceptance", "test_profile_jobs", "frameworks", "cgroups",
+    "test_agent_gpu_turns", "test_checkpoint_shards", "test_checkpoint_jobs",
+)  # fmt: skip
+"""Groups and files that begin first, or one process would still be busy with them when the others have ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draw fewer cases than a test names under the quick profile."""
+    """Begin with the longest files, and draw fewer cases than a test names under the quick profile."""
+    items.sort(key=lambda item: LONGEST.index(group) if (group := group_of(item.path)) in LONGEST else len(LONGEST))
     if settings.get_current_profile_name() != "quick":
         return
     for test in {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), NUMBER)}.values():
@@ -63,22 +69,36 @@ def fewer(named: settings) -> settings:
     return settings(named, max_examples=min(named.max_examples, max(QUICK, named.max_examples // 5)))
 
 
+def pytest_runtest_setup() -> None:
+    """Skip what is left of this ring once another one has failed, so that its fixtures end as always."""
+    if os.path.exists(os.environ.get("CADENZA_TEST_STOP", "")):
+        pytest.skip("another ring has failed")
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules and tests that stay to the end."""
     gc.collect()
     gc.freeze()
 
 
+def group_of(path: Path) -> str:
+    """Return the name of the tests that one process takes: those of a file, or of several."""
+    return GROUPS.get(path.stem, path.stem)
+
+
 class GroupScheduling(LoadScopeScheduling):
-    """Deals groups of files, the largest first, and then single tests (the marks of pytest-xdist need pytest < 9.2)."""
+    """Deals groups of files and then files, in the order of LONGEST (the marks of pytest-xdist need pytest < 9.2)."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return GROUPS.get(Path(nodeid.partition("::")[0]).stem, nodeid)
+        return group_of(Path(nodeid.partition("::")[0]))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """Deal tests by GROUPS for ``--dist loadscope``."""
-    return GroupScheduling(config, log) if config.getoption("dist") == "loadscope" else None
+    if config.getoption("dist") != "loadscope":
+        return None
+    config.option.loadscopereorder = False
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture
