@@ -119,8 +119,11 @@ def by_slurm(name: str) -> Viewer:
     question = ("sacctmgr", "--noheader", "--parsable2", "show", "user", f"name={name}", "withcoord")
     try:
         ids = "jobs" not in slurm_config()["PrivateData"]
-        answer = answer_of((*question, "format=adminlevel,coordinators"), TIMEOUT_S)
+        answer = answer_of((*question, "format=user,adminlevel,coordinators"), TIMEOUT_S)
     except (CadenzaError, KeyError):
         return Viewer(name)
-    level, _, accounts = answer.strip().partition("|")
-    return Viewer(name, level in ("Operator", "Administrator"), frozenset(filter(None, accounts.split(","))), ids)
+    for user, _, rights in (line.partition("|") for line in answer.splitlines()):
+        if user.casefold() == name.casefold():  # Slurm's own rule; and no sign in a name may lead to another user
+            level, _, accounts = rights.partition("|")
+            return Viewer(name, level in ("Operator", "Administrator"), frozenset(accounts.split(",")) - {""}, ids)
+    return Viewer(name, ids=ids)

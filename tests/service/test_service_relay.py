@@ -31,6 +31,7 @@ from cadenza.slurm_plugin.service.owner_socket import Answer, OwnerSocket, ask, 
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
+QUESTION = "sacctmgr --noheader --parsable2 show user name={} withcoord format=user,adminlevel,coordinators"
 NOBODY, DAEMON = pwd.getpwnam("nobody").pw_uid, pwd.getpwnam("daemon").pw_uid
 
 
@@ -43,8 +44,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.chmod(0o755)
     (tmp_path / "scontrol show config").write_text("PrivateData             = none\n")
     for user, answer in (("nobody", "None|"), ("daemon", "None|lab,other"), ("ada", "Operator|")):
-        question = f"sacctmgr --noheader --parsable2 show user name={user} withcoord format=adminlevel,coordinators"
-        (tmp_path / question).write_text(f"{answer}\n")
+        (tmp_path / QUESTION.format(user)).write_text(f"{user}|{answer}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
 
@@ -126,8 +126,7 @@ def own_top(relay: Path) -> bool:
 
 
 def test_the_agent_of_any_host_speaks_for_the_users_of_jobs_there(site: tuple[Path, Hub], slurm: Path) -> None:
-    question = "sacctmgr --noheader --parsable2 show user name=nobody withcoord format=adminlevel,coordinators"
-    (slurm / question).write_text("Operator|\n")
+    (slurm / QUESTION.format("nobody")).write_text("nobody|Operator|\n")
     assert "uid 65534 has no job on n1 on record" in told(site, "n1", NOBODY).error
     facts(site[1], "n1", "nobody", "root")
     answer = told(site, "n1", NOBODY)
@@ -191,6 +190,8 @@ def test_slurm_says_who_sees_the_jobs_of_others(slurm: Path, tmp_path: Path) -> 
     assert access.of_uid(DAEMON).may_read("ada", "lab")
     assert not access.of_uid(DAEMON).may_read("ada", "course")
     assert access.of_uid(NOBODY) == Viewer("nobody", ids=True)
+    (slurm / QUESTION.format("+ada")).write_text("ada|Operator|\n")
+    assert access.of_name("+ada") == Viewer("+ada", ids=True)
     for gone in ("scontrol show config", "sacctmgr"):
         (slurm / gone).unlink()
         silent = JobAccess(tmp_path / "none.db", SystemClock())
