@@ -1,4 +1,4 @@
-"""`why`, `top` and `report` on a login node and inside a job: who sees what (docs/users/turns.md)."""
+"""`why`, `top` and `report` on a login node and inside a job: who sees what (docs/operation.md)."""
 
 from __future__ import annotations
 
