@@ -16,6 +16,7 @@ from cadenza.policies.relocation.executor import Relocation
 from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.preemption.waiting_jobs import MAX_TESTED
 from cadenza.policies.sharing.turns.repair import requeue_forgotten
 
 __all__ = ["Policy", "PolicySettings", "build"]
@@ -29,6 +30,8 @@ class Policy:
     decide: Decide
     runnable: Callable[[ClusterSnapshot, Memory], tuple[JobKey, ...]] | None = None
     """For a steady policy: the ordered runnable jobs. The decision is a function of these and the nodes alone."""
+    reach: int | None = None
+    """Number of waiting jobs, the first of Slurm's queue, that a decision depends on; None: all."""
 
 
 def build(order: str, allocate: str, share: str = "none", settings: PolicySettings | None = None) -> Policy:
@@ -58,7 +61,8 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         return pipeline.decide(snapshot, with_usage(memory, snapshot, rules.usage_half_life_s))
 
-    return Policy(name, _Composed(rules, decide, sizes, ordering_entry.learns).decide)
+    reach = MAX_TESTED if share == "preemption" and order == "levels" and not allocates else None
+    return Policy(name, _Composed(rules, decide, sizes, ordering_entry.learns).decide, reach=reach)
 
 
 @dataclass(frozen=True, slots=True)

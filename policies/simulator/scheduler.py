@@ -6,7 +6,7 @@ job_scheduler.c, sched/backfill and acct_policy.c; slurm.conf, ``SchedulerParame
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -20,6 +20,10 @@ from cadenza.policies.simulator.priority import Facts, Multifactor, Person
 from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares, bits_of, choose
 
 BY_ORDER = attrgetter("order")
+
+
+def _by_priority(job: QueuedJob) -> tuple[int, int]:
+    return job.order[:2]
 
 
 class QueuedJob:
@@ -98,9 +102,10 @@ class Scheduler:
         self.priorities = Multifactor(rules, people, [node for node in self.nodes if node.lane == 0])
         self.queue: list[QueuedJob] = []
         """Jobs that may start, in order of priority."""
-        self._limited = any(one.gpus is not None or one.max_jobs is not None for one in rules.accounts.values()) or any(
+        self.limited = any(one.gpus is not None or one.max_jobs is not None for one in rules.accounts.values()) or any(
             one.gpus_per_user is not None for one in rules.qos.values()
         )
+        """True if an account or a QOS has a limit."""
         self._later: list[tuple[float, int, QueuedJob]] = []
         """Jobs that wait for their begin time."""
         self.running: dict[QueuedJob, tuple[float, Shares]] = {}
@@ -153,6 +158,18 @@ class Scheduler:
     def waits(self, job: QueuedJob) -> bool:
         """Return True if a job is in the queue, or will be at its begin time."""
         return job in self.queue or any(entry[2] is job for entry in self._later)
+
+    def before(self, job: QueuedJob) -> int:
+        """Return how many jobs of the queue have a higher priority than this one, or the same and a lower id."""
+        first, last = (find(self.queue, job.order[:2], key=_by_priority) for find in (bisect_left, bisect_right))
+        return first + sum(one.id < job.id for one in self.queue[first:last])
+
+    def first(self, count: int) -> Iterator[QueuedJob]:
+        """Yield the first jobs of the queue, and those with the priority of the last of them."""
+        for number, job in enumerate(self.queue):
+            if number >= count and job.order[:2] != self.queue[count - 1].order[:2]:
+                return
+            yield job
 
     def change(self) -> None:
         """Note that a job's request or a node has changed: the main scheduler looks soon, as after a submission."""
@@ -310,7 +327,7 @@ class Scheduler:
 
     def limit(self, job: QueuedJob) -> str:
         """Return Slurm's reason where a limit keeps a job from starting whatever is free, else nothing."""
-        if not self._limited and job.array_limit is None and not job.licenses:
+        if not self.limited and job.array_limit is None and not job.licenses:
             return ""
         person, qos = job.facts.person, job.facts.qos
         account = self.rules.accounts.get(person.account, Account())
@@ -379,37 +396,40 @@ class Scheduler:
     def _backfill(self, now_s: float) -> None:
         """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start.
 
-        Jobs behind the last one that fits now are left out: they cannot start, and nothing else comes of a
+        Jobs behind the last one that can start now are left out: they cannot start, and nothing else comes of a
         reservation. A job at a limit is not looked at.
         """
         plan = Pass(now_s, self.open, self.backfill)
         tested = [job for job in self.queue if not self.limit(job)][: self.backfill.max_jobs]
-        fitting = self._last_fitting(tested)
+        last = self._last_fitting(tested, plan)
         reserved, most = 0, self.backfill.reservations
         for number, job in enumerate(tested):
-            if number > fitting:
+            if number > last:
                 break
-            if most is not None and reserved >= most and not self._place(job, self.open):
+            if most is not None and reserved >= most and not self._place(job, plan.unreserved(job.limit_s)):
                 continue
             if self.limit(job):
                 continue
             start_s, spot = plan.earliest(job, self._ends(now_s))
             if spot and start_s <= now_s:
                 self._start(job, spot)
-                fitting = self._last_fitting(tested[: fitting + 1])
+                last = self._last_fitting(tested[: last + 1], plan)
             elif spot and (most is None or reserved < most):
                 plan.reserve(start_s, start_s + job.limit_s, bits_of(spot))
                 reserved += 1
+                if not self._place(tested[last], plan.unreserved(tested[last].limit_s)):
+                    last = self._last_fitting(tested[:last], plan)
 
-    def _last_fitting(self, tested: Sequence[QueuedJob]) -> int:
-        vain: set[tuple[int, tuple[Amount, ...], Shares]] = set()
+    def _last_fitting(self, tested: Sequence[QueuedJob], plan: Pass) -> int:
+        """Return the place of the last job that fits now on nodes which nobody has reserved until its limit, or -1."""
+        vain: dict[tuple[int, tuple[Amount, ...], Shares], float] = {}
         for number in range(len(tested) - 1, -1, -1):
             job = tested[number]
             kind = job.among, job.each, job.pins
-            if kind not in vain and job not in self.running:
-                if self._place(job, self.open):
+            if job.limit_s < vain.get(kind, inf) and job not in self.running:
+                if self._place(job, plan.unreserved(job.limit_s)):
                     return number
-                vain.add(kind)
+                vain[kind] = job.limit_s
         return -1
 
     def _ends(self, now_s: float) -> Future:
@@ -436,7 +456,7 @@ class Scheduler:
         self._stale = False
         first = dict.fromkeys(self.nodes_of, "Resources")
         for job in self.queue:
-            reason = self.limit(job) if self._limited or job.array_limit is not None or job.licenses else ""
+            reason = self.limit(job) if self.limited or job.array_limit is not None or job.licenses else ""
             if not reason and job.looked:
                 reason = first[job.partition]
                 if not job.pins:

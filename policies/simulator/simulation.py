@@ -52,7 +52,7 @@ class _Run:
     ) -> None:
         self.setup = setup
         self.policy = policy
-        self.world = World(jobs, nodes, setup)
+        self.world = World(jobs, nodes, setup, policy.reach if setup.skip else None)
         self.gateway = SimGateway(self.world)
         self.clock = SimClock(self.world)
         self.store = RunStore()
@@ -97,7 +97,7 @@ class _Run:
             self._round(decide)
 
     def _round(self, decide: Decide) -> None:
-        self.world.needs_prompt_round = False
+        self.world.needs_prompt_round = self.world.matters = False
         report = run_round(self.gateway, self.clock, self.store, decide, self.setup.guard)
         self._quiet_until_s = 0.0 if report.outcomes else report.decision.quiet_until_s
         self.gateway.end_round()
@@ -145,7 +145,7 @@ class _Run:
         A steady policy's decision is a function of the ordered runnable jobs and the nodes; both only change
         with an event. Other decisions say how long they stand if nothing happens.
         """
-        if self.setup.skip and not happened and self.world.now_s < self._quiet_until_s:
+        if self.setup.skip and not (happened and self.world.matters) and self.world.now_s < self._quiet_until_s:
             return False
         if self.policy.runnable is None or not self.setup.skip:
             return True

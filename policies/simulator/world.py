@@ -11,7 +11,7 @@ from math import inf
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.errors import InputError, SimulationError
-from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
@@ -39,7 +39,10 @@ def time_limit_s(job: TraceJob) -> float:
 class World:
     """State of the simulation. ``now_s`` only moves forward, through :meth:`advance`."""
 
-    def __init__(self, trace: Sequence[TraceJob], nodes: Sequence[Node], setup: Setup) -> None:
+    def __init__(
+        self, trace: Sequence[TraceJob], nodes: Sequence[Node], setup: Setup, reach: int | None = None
+    ) -> None:
+        """``reach``: number of waiting jobs, the first of the queue, that decisions depend on; None: all."""
         self.setup = setup
         self.now_s = 0.0
         self.nodes = {node.name: node for node in nodes}
@@ -52,30 +55,31 @@ class World:
         """The last snapshot, while nothing but the time has changed."""
         self.ended: list[JobResult] = []
         self.samples: list[Sample] = []
-        phased = setup.phased_moves
         self.leases: Leases | None = None
-        if setup.lanes > 1 or phased:
-            self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not phased)
+        if setup.lanes > 1 or setup.phased_moves:
+            self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not setup.phased_moves)
         self._used = {node.name: [0, 0, 0] for node in nodes}
         people = {Person(job.account, job.user) for job in (*trace, *setup.load)}
         self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, self._started)
         self._load = sorted(setup.load, key=lambda job: (job.submit_s, job.id), reverse=True)
         """Jobs without GPUs that are to come, the next one last."""
         self._load_ends: list[tuple[float, int, QueuedJob]] = []
-        self._load_cpus = self._starts = 0
+        self._load_cpus = self._starts = self._arrived = self._broken = 0
         self._arrivals = sorted(trace, key=lambda job: (job.submit_s, job.id))
-        self._arrived = 0
+        self._reach = reach if self._only_the_first_count() else None
+        self._seen: set[int] = set()
+        """Jobs that have been within reach: a policy may remember them."""
         self._ends: list[tuple[float, int, int, JobKey]] = []
         self._saves: list[float] = []
         """When checkpoints of jobs that stand for them are complete."""
-        self.needs_prompt_round = self._unsampled = False
-        """True if a job in transit waits for the next round; if something has changed since the last sample."""
+        self.needs_prompt_round = self._unsampled = self.matters = False
+        """True if a job in transit waits for the next round; if something has changed since the last sample; if
+        something has happened since the last round that a decision may depend on."""
         self._prefetched: dict[str, set[JobKey]] = {}
         """Jobs on their way to a host that has read their files."""
         self._outages = sorted(
             [(f.start_s, 0, f.node) for f in setup.failures] + [(f.end_s, 1, f.node) for f in setup.failures]
         )
-        self._broken = 0
         first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
         self._fair = (first.cpus / first.gpus, first.memory_mb / first.gpus)
         self._widest = {"": widest_nodes(nodes)} | {
@@ -87,10 +91,9 @@ class World:
         """The same without nodes that some jobs may not have."""
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
-        self._touched: set[str] = set()
         self._booked = dict(self.nodes)
         """The nodes with Slurm's books filled in, except those in ``_rebooked``."""
-        self._rebooked: set[str] = set()
+        self._rebooked, self._touched = set[str](), set[str]()
         self._tuple: tuple[Node, ...] | None = None
         self._hosts = tuple(Host(name, agent_alive=True) for name in sorted({node.host for node in nodes}))
         self.held = self.cpus_used = self.running = 0
@@ -128,13 +131,20 @@ class World:
     @property
     def _outer_event_s(self) -> float:
         """Return the time of the next event that is none of Slurm's scheduler alone."""
+        return min(self._arrival_s, self._other_event_s)
+
+    @property
+    def _arrival_s(self) -> float:
+        return self._arrivals[self._arrived].submit_s if self._arrived < len(self._arrivals) else inf
+
+    @property
+    def _other_event_s(self) -> float:
         self._drop_stale()
-        arrival = self._arrivals[self._arrived].submit_s if self._arrived < len(self._arrivals) else inf
         end = self._ends[0][0] if self._ends else inf
         outage = self._outages[self._broken][0] if self._broken < len(self._outages) else inf
         load = self._load[-1].submit_s if self._load else inf
         load_end = self._load_ends[0][0] if self._load_ends else inf
-        return min(arrival, end, outage, self.next_save_s, load, load_end)
+        return min(end, outage, self.next_save_s, load, load_end)
 
     @property
     def next_save_s(self) -> float:
@@ -153,10 +163,11 @@ class World:
         """
         happened = False
         while (event_s := self.next_event_s) <= time_s:
-            changed = self._outer_event_s <= event_s
+            matters = self._other_event_s <= event_s
+            changed = matters or self._arrival_s <= event_s
             self._move_to(event_s)
-            started = self._starts
-            changed |= self.queue.tick(event_s)
+            came, started = self._arrived, self._starts
+            matters |= self.queue.tick(event_s)
             while self._saves and self._saves[0] <= event_s:
                 heappop(self._saves)
             self._end_jobs()
@@ -164,11 +175,22 @@ class World:
             self._end_load()
             self._arrive()
             self.start_queued()
-            changed |= self._starts > started
-            if changed:
+            matters |= self._starts > started
+            if changed or matters:
                 happened = self._unsampled = True
+            self.matters |= matters or any(map(self._within_reach, self._arrivals[came : self._arrived]))
         self._move_to(time_s)
         return happened
+
+    def _only_the_first_count(self) -> bool:
+        """Return True if no word of Slurm on a job behind others counts: on hosts with lanes and at limits it does."""
+        free = all(job.array_limit is None and not job.licenses for job in self._arrivals)
+        return free and len(self.queue.lanes) == 1 and not (self._load or self.setup.place or self.queue.limited)
+
+    def _within_reach(self, trace: TraceJob) -> bool:
+        """Return True if decisions can depend on a job that has come and waits."""
+        queued = self.live[JobKey(trace.id, 0)].queued
+        return self._reach is None or self.queue.before(queued) < self._reach
 
     def _arrive(self) -> None:
         while self._arrived < len(self._arrivals) and self._arrivals[self._arrived].submit_s <= self.now_s:
@@ -338,9 +360,9 @@ class World:
             self._tuple = tuple(self.nodes.values())
         # A lease's record changes with time, or at least until its job is ready.
         timed = self.leases.jobs if self.leases is not None and self.setup.lease_times else self._unready
-        renewed = dict.fromkeys((*self._stale, *timed))
+        renewed = dict.fromkeys((*self._stale, *self._come_within_reach(), *timed))
         for job in renewed:
-            if job.key in self.live:
+            if job.key in self.live and (self._reach is None or job.state != "PENDING" or job.key.id in self._seen):
                 self._records[job.key] = job.record(self.now_s)
         self._unready = [job for job in renewed if job.lease is not None and not job.lease_stands(self.now_s)]
         self._stale.clear()
@@ -357,6 +379,15 @@ class World:
             )
         self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), hosts, self.queue.site())
         return self._shown
+
+    def _come_within_reach(self) -> list[SimJob]:
+        """Return the jobs that no snapshot has shown, and from now on all do."""
+        if self._reach is None:
+            return []
+        first = (queued.owner for queued in self.queue.first(self._reach) if queued.id not in self._seen)
+        found = [job for job in first if isinstance(job, SimJob)]
+        self._seen.update(job.key.id for job in found)
+        return found
 
     # --- What a gateway does ------------------------------------------------------------------------
 
@@ -415,6 +446,7 @@ class World:
             job.lose_unsaved(self.setup.checkpoint_s)
         job.restarts += not job.moves
         job.requeued_s = self.now_s
+        self._seen.add(job.key.id)
         self.needs_prompt_round |= saved
         job.changed()
         self.live[job.key] = job
@@ -590,13 +622,16 @@ class World:
         idle = sum(host.idle for host in hosts)
         if not idle:
             return 0.0
-        # A job at a limit of its account, QOS, array or license would not start on free GPUs.
-        waiting = (
-            (Wanted(job.trace.partition, job.trace.gpu_type, job.trace.barred), job.gpus)
-            for job in self.live.values()
-            if not job.running and job.gpus <= idle and (job.state != "PENDING" or not self.queue.limit(job.queued))
-        )
-        return float(idle_waiting_gpus(hosts, narrowest_jobs(waiting)))
+        narrowest: dict[tuple[str, str, frozenset[str]], int] = {}
+        for job in self.live.values():
+            trace = job.trace
+            if job.running or job.gpus > idle:
+                continue
+            kind = trace.partition, trace.gpu_type, trace.barred
+            # A job at a limit of its account, QOS, array or license would not start on free GPUs.
+            if job.gpus < narrowest.get(kind, inf) and (job.state != "PENDING" or not self.queue.limit(job.queued)):
+                narrowest[kind] = job.gpus
+        return float(idle_waiting_gpus(hosts, {Wanted(*kind): gpus for kind, gpus in narrowest.items()}))
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""

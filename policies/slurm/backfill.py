@@ -289,6 +289,10 @@ class Pass:
         first, last = bisect_left(self._begins, start_s), bisect_left(self._begins, end_s)
         self._free[first:last] = [own & ~nodes for own in self._free[first:last]]
 
+    def unreserved(self, limit_s: float) -> int:
+        """Return the nodes, as bits, on which a job that starts now delays no reservation by its time limit."""
+        return self.free_of_reservations(self._now_s, self._now_s + limit_s)[0]
+
     def earliest(self, job: Request, future: Future) -> tuple[float, list[int]]:
         """Return a job's earliest start that no reservation forbids, and its nodes; none where it is past the window.
 

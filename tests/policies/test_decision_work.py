@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -16,11 +17,12 @@ from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.cli.simulate.request import read_request
 
 
-def run(jobs: list[TraceJob], *, skip: bool = True) -> Result:
-    """Play jobs under the default on one node of four GPUs."""
+def run(jobs: list[TraceJob], *, skip: bool = True, whole: bool = False) -> Result:
+    """Play jobs under the default on one node of four GPUs; ``whole``: a decision sees all of the queue."""
     words = defaultdict(lambda: None, share="preemption", nodes="1x4:24:500", workload="synergy:load=8,jobs=10")
     request = read_request(words, ())
-    return simulate(jobs, request.nodes, request.policy, replace(request.setup, skip=skip))
+    policy = replace(request.policy, reach=None) if whole else request.policy
+    return simulate(jobs, request.nodes, policy, replace(request.setup, skip=skip))
 
 
 def test_sentences_are_worked_out_once_and_when_they_are_read() -> None:
@@ -59,3 +61,19 @@ def test_rounds_are_left_out_while_nobody_waits() -> None:
     assert few.jobs == all_rounds.jobs
     alone = run(jobs[:1])
     assert alone.counts.decided < 30 < alone.counts.rounds
+
+
+def test_newcomers_behind_all_that_a_decision_looks_at_change_nothing() -> None:
+    """Of 150 jobs that come within eight minutes some wait behind 100 others: no round for these, the same result."""
+    chance = Random(5)  # noqa: S311 (a test wants repeatable draws)
+    jobs = [
+        TraceJob(
+            number, 3.0 * number, chance.choice((1, 1, 2, 4)), chance.choice((60.0, 120.0, 300.0)),
+            user=f"u{number % 5}", account=f"a{number % 2}", checkpoints=number % 2 == 0,
+        )
+        for number in range(1, 151)
+    ]  # fmt: skip
+    few, all_seen = run(jobs), run(jobs, whole=True)
+    assert few.jobs == all_seen.jobs
+    assert few.samples == all_seen.samples
+    assert few.counts.decided < all_seen.counts.decided - 20

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom
+from cadenza.policies.sharing.board.node_room import NodeRequest, NodeRoom
 from cadenza.policies.sharing.preemption.standing import limit_s
 from cadenza.policies.slurm.backfill import SLURM, Future, Pass, Shares, bits_of
 
@@ -84,7 +84,7 @@ class SlurmPass:
 
     def unreserved(self, job: Job, request: NodeRequest) -> list[str]:
         """Return the nodes on which a job that starts now delays no reservation by its time limit."""
-        nodes, _ = self._pass.free_of_reservations(self.now_s, self.now_s + limit_s(job))
+        nodes = self._pass.unreserved(limit_s(job))
         return [name for name in self.nodes.room.admitting(request) if nodes >> self.nodes.at[name] & 1]
 
     def take_turn(self, job: Job, request: NodeRequest) -> bool:
