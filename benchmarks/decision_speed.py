@@ -43,7 +43,7 @@ from cadenza.policies.inputs.queue_rules import USUAL_WEIGHTS, QueueRules, Weigh
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.registry import warm
 from cadenza.policies.simulator.simulation import simulate
-from cadenza.slurm_plugin.cli.simulate.request import read_request
+from cadenza.slurm_plugin.simulations.request import read_request
 
 PARTITION = "gpu"
 GPUS, CPUS, MEMORY_MB = 8, 24, 512000

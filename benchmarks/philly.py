@@ -52,8 +52,7 @@ from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.run_values import Result
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
-from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
-from cadenza.slurm_plugin.cli.simulate.request import Request, Site, read_request
+from cadenza.slurm_plugin.simulations.request import Request, Site, read_request
 
 WINDOWS, LOADS = ((14, 28), (28, 42)), (0.9, 1.0, 1.1)
 HOUR_S, MOVE_S = 3600.0, 60.0
@@ -207,7 +206,7 @@ def _request(sample: str, case: str, move_s: float) -> Request:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as costs:
         costs.write(COSTS.format(move_s))
         costs.flush()
-        words = dict.fromkeys(VARIABLES) | {"costs": costs.name}
+        words = {"costs": costs.name}
         found = population(sample, case)
         return read_request(words, (), Site(found.jobs, read_cluster(found.cluster), queue=found.rules))
 

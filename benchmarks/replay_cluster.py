@@ -18,7 +18,7 @@ from replay_sample import CALC_S, ITERATION_S, MEMORY_GB, SHARES, WEIGHTS, Submi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
-from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, NODES
+from cadenza.slurm_plugin.history.job_records import FIELDS, NODES
 
 import cluster as driver
 from cluster import CONTAINER, PYTHON, ClusterError

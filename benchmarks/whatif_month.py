@@ -29,7 +29,7 @@ from random import Random
 from philly_sample import DAY_S, MEMORY_GB, PhillyJob, read_philly
 from published_data import needed
 
-from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS
+from cadenza.slurm_plugin.history.job_records import FIELDS
 
 CADENZA = Path(sys.executable).with_name("cadenza")
 LIMIT_S = 120.0

@@ -98,7 +98,7 @@ def say(*lines: str, err: bool = False, length: int = MAX_LINE) -> None:
 
 def console() -> Console:
     """Return a console on standard output; without color unless that is a terminal."""
-    from cadenza.slurm_plugin.cli.terminal import Terminal  # noqa: PLC0415 (slow, and not needed for JSON)
+    from cadenza.slurm_plugin.terminal import Terminal  # noqa: PLC0415 (slow, and not needed for JSON)
 
     plain = Terminal()
     return plain if plain.is_terminal else Terminal(width=PIPE_WIDTH)

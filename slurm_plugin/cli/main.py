@@ -17,7 +17,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),
     },
     "Evaluate": {
-        "whatif": ("whatif.command:command", "Show what this cluster's jobs would have waited under Cadenza."),
+        "whatif": ("whatif_command:command", "Show what this cluster's jobs would have waited under Cadenza."),
         "watch": ("watch.command:command", "Show idle GPUs and what sharing would do, with a user's rights."),
         "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
         "report": ("report_command:command", "Compare saved simulations, or sum up what sharing saved."),

@@ -18,24 +18,23 @@ from rich.console import Group, RenderableType
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Node
 from cadenza.policies.core.profile import Profile, Reference
+from cadenza.slurm_plugin.cli import whatif_command
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.profile import show
 from cadenza.slurm_plugin.cli.report_command import show as show_sharing
-from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.output import as_table
-from cadenza.slurm_plugin.cli.simulate.request import read_request
-from cadenza.slurm_plugin.cli.simulate.runner import run_request
 from cadenza.slurm_plugin.cli.sweep import display
-from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.cli.watch import watch_output
-from cadenza.slurm_plugin.cli.watch.watch_view import HostRow, WaitingRow
-from cadenza.slurm_plugin.cli.whatif import command as whatif_command
 from cadenza.slurm_plugin.report.sheet import Cell, Sheet, Table
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.store.reader import Round
+from cadenza.slurm_plugin.simulations.request import read_request
+from cadenza.slurm_plugin.simulations.runner import run_request
+from cadenza.slurm_plugin.simulations.watch_view import HostRow, WaitingRow
 from cadenza.slurm_plugin.sweep.controller import Head
 from cadenza.slurm_plugin.sweep.journal import SweepState, TrialState
 from cadenza.slurm_plugin.sweep.study_plan import Plan
+from cadenza.slurm_plugin.terminal import Terminal
 from cadenza.slurm_plugin.views import sharing_sheet
 from cadenza.slurm_plugin.views import top_screen as render
 from cadenza.slurm_plugin.views.cluster_view import Recent, build
@@ -103,7 +102,7 @@ def report(_: Path) -> RenderableType:
 
 
 def simulate(_: Path) -> RenderableType:
-    words = {**dict.fromkeys(VARIABLES), "workload": "synergy:load=40,jobs=6", "nodes": "2x4:24:500", "seed": "1,2"}
+    words = {"workload": "synergy:load=40,jobs=6", "nodes": "2x4:24:500", "seed": "1,2"}
     return as_table(run_request(read_request(words, ())))
 
 

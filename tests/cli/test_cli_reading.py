@@ -26,7 +26,6 @@ from cadenza.policies.core.profile import Profile, linked
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import JobId
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway import slurm_gateway, source_gateway
 from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.own_jobs import own_part
@@ -34,6 +33,7 @@ from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.reader import Round
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.terminal import Terminal
 from cadenza.slurm_plugin.views.cluster_view import Recent, build
 from cadenza.slurm_plugin.views.top_screen import Screen
 

@@ -16,10 +16,10 @@ from cadenza.policies.registry import ENTRIES
 from cadenza.policies.simulator.result_file import decode
 from cadenza.policies.simulator.run_values import GUARD
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.simulate.command import GROUPS, KEYS, VARIABLES
-from cadenza.slurm_plugin.cli.simulate.request import Request, read_request
-from cadenza.slurm_plugin.cli.simulate.runner import ProgressLines, SystemClock, progress_bar
+from cadenza.slurm_plugin.cli.simulate.command import GROUPS, KEYS
 from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.simulations.request import Request, read_request
+from cadenza.slurm_plugin.simulations.runner import ProgressLines, SystemClock, progress_bar
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate"
 FIGURES = {
@@ -253,11 +253,9 @@ def test_turns_by_the_ordering_are_another_policy() -> None:
 
 # --- The service's decision ------------------------------------------------------------------------------
 
-WORDS = dict.fromkeys(VARIABLES)
-
 
 def request(**words: str) -> Request:
-    return read_request({**WORDS, "workload": "synergy:jobs=3", "nodes": "2x8:24:500", **words}, ())
+    return read_request({"workload": "synergy:jobs=3", "nodes": "2x8:24:500", **words}, ())
 
 
 def test_without_options_the_service_as_it_ships_is_simulated() -> None:

@@ -30,12 +30,12 @@ from cadenza.slurm_plugin.cli.report_command import show as show_report
 from cadenza.slurm_plugin.cli.site import checks
 from cadenza.slurm_plugin.cli.site.checks import Finding
 from cadenza.slurm_plugin.cli.sweep import display
-from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.report.sheet import Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, Round, SwitchRow
 from cadenza.slurm_plugin.sweep.journal import TrialState
+from cadenza.slurm_plugin.terminal import Terminal
 from cadenza.slurm_plugin.views import job_sentences as why
 from cadenza.slurm_plugin.views import top_screen as render
 from cadenza.slurm_plugin.views.cluster_view import Recent, TopView, build

@@ -18,13 +18,14 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import SiteRules
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.watch import watch_record, watching
-from cadenza.slurm_plugin.cli.watch.first_decision import as_if_managed, hidden_gpus, shipped_settings, steps
-from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob, read_queue
-from cadenza.slurm_plugin.cli.watch.watch_record import add, begin, decode, encode
-from cadenza.slurm_plugin.cli.watch.watch_view import Look, totals, view
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
+from cadenza.slurm_plugin.cli.watch import watching
+from cadenza.slurm_plugin.history.cluster_nodes import read_hosts
+from cadenza.slurm_plugin.history.job_records import JobRecord
+from cadenza.slurm_plugin.history.queue_answer import QueueJob, read_queue
+from cadenza.slurm_plugin.simulations import watch_record
+from cadenza.slurm_plugin.simulations.first_decision import as_if_managed, hidden_gpus, shipped_settings, steps
+from cadenza.slurm_plugin.simulations.watch_record import add, begin, decode, encode
+from cadenza.slurm_plugin.simulations.watch_view import Look, totals, view
 
 JOBS = {job.record.job: job for job in read_queue(QUEUE, "F").jobs}
 HOSTS = read_hosts(NODES, "F")

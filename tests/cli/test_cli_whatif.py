@@ -22,11 +22,11 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
-from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
-from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, read_job_records
-from cadenza.slurm_plugin.cli.whatif.runs import run_whatif
-from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
+from cadenza.slurm_plugin.history.as_it_was import History, as_it_was, read_history
+from cadenza.slurm_plugin.history.cluster_nodes import read_hosts, with_lanes
+from cadenza.slurm_plugin.history.job_records import FIELDS, read_job_records
+from cadenza.slurm_plugin.history.site_answers import SiteFacts, read_site
+from cadenza.slurm_plugin.simulations.runs import run_whatif
 
 HERE = Path(__file__).resolve().parent
 SACCT, SCONTROL = HERE / "sacct_26_05.json", HERE / "scontrol_node_26_05.json"
@@ -602,8 +602,8 @@ def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_sam
     words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "0.5", "-o", str(tmp_path / "page.html"), "--json")
     alone = whatif(*words)
     for name, value in (("runs.LARGE_JOBS", 10), ("run_pool.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
-        monkeypatch.setattr(f"cadenza.slurm_plugin.cli.whatif.{name}", value)
-    monkeypatch.setattr("cadenza.slurm_plugin.cli.whatif.run_pool._cpus", lambda: 2)
+        monkeypatch.setattr(f"cadenza.slurm_plugin.simulations.{name}", value)
+    monkeypatch.setattr("cadenza.slurm_plugin.simulations.run_pool._cpus", lambda: 2)
     apart = whatif(*words)
     assert re.fullmatch(r"20 jobs: .+ to .+, estimated from 10 of them\n", apart.stderr)
     assert alone.stderr == ""

@@ -14,7 +14,7 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.turns import slurm_sync
 from cadenza.policies.simulator.run_values import Result
 from cadenza.policies.simulator.simulation import simulate
-from cadenza.slurm_plugin.cli.simulate.request import read_request
+from cadenza.slurm_plugin.simulations.request import read_request
 
 
 def run(jobs: list[TraceJob], *, skip: bool = True, whole: bool = False) -> Result:

@@ -44,9 +44,9 @@ from cadenza.policies.round import Decide
 from cadenza.policies.sharing import pipeline
 from cadenza.policies.sharing.turns.slurm_sync import sync_slurm
 from cadenza.slurm_plugin.cli.simulate.command import command
-from cadenza.slurm_plugin.cli.simulate.request import read_request
 from cadenza.slurm_plugin.gateway.translate import snapshot as translated
 from cadenza.slurm_plugin.service.settings import guard_settings, load_settings, policy
+from cadenza.slurm_plugin.simulations.request import read_request
 
 RECORDING = Path(__file__).parents[1] / "gateway" / "data" / "slurm-26.05.jsonl"
 NOW = 1_800_000_000.0

@@ -10,7 +10,7 @@ from browser import Browser
 from click.testing import CliRunner
 
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS
+from cadenza.slurm_plugin.history.job_records import FIELDS
 
 pytestmark = pytest.mark.browser
 

@@ -9,7 +9,7 @@ from watch_rig import FakeSlurm, seen_by
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.watch.watch_record import Hour, Run, WatchRecord, encode
+from cadenza.slurm_plugin.simulations.watch_record import Hour, Run, WatchRecord, encode
 
 pytestmark = pytest.mark.browser
 

@@ -22,7 +22,6 @@ from cadenza.policies.round import Live, run_round
 from cadenza.policies.supervision import left_alone
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.report_command import show
-from cadenza.slurm_plugin.cli.terminal import Terminal
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.report.sheet import render
@@ -33,6 +32,7 @@ from cadenza.slurm_plugin.service.settings import Settings, guard_settings, poli
 from cadenza.slurm_plugin.service.store import schema
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.terminal import Terminal
 from cadenza.slurm_plugin.views.cluster_view import Recent, build
 from cadenza.slurm_plugin.views.job_sentences import lines
 from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary

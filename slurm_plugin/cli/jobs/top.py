@@ -39,7 +39,7 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
             for view in views:
                 emit("cadenza.top/1", view)
         else:
-            from cadenza.slurm_plugin.cli.terminal import show  # noqa: PLC0415
+            from cadenza.slurm_plugin.terminal import show  # noqa: PLC0415
             from cadenza.slurm_plugin.views.top_screen import Screen  # noqa: PLC0415 (slow, and not needed for JSON)
 
             show(console(), map(Screen, views), live=not once)

@@ -60,11 +60,6 @@ KEYS = {
         Key("load-sweep", "FROM:TO:STEP", "Run a workload at each load, in jobs an hour."),
     ),
 }
-VARIABLES = (
-    *(name.replace("-", "_") for options in GROUPS.values() for name, _, _ in options),
-    *(key.variable for keys in KEYS.values() for key in keys),
-)
-"""The options and keys as ``read_request`` takes them."""
 OUTPUTS = ("json", "per_job", "save", "label")
 POLICIES = {"ordering": "order", "allocation": "allocate", "sharing": "share"}
 
@@ -143,8 +138,8 @@ def command(ctx: click.Context, /, **words: Any) -> None:
     cadenza simulate --workload synergy:load=8,jobs=2000 --seed 1,2,3 --json
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.slurm_plugin.cli.simulate.output import as_table, write_files  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.simulate.request import read_request  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.simulate.runner import run_request  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.request import read_request  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.runner import run_request  # noqa: PLC0415
 
     request = read_request(words, _given(ctx))
     results = run_request(request)

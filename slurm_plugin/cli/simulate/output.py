@@ -17,9 +17,9 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.queue_rules import NAMES
 from cadenza.policies.simulator.figures import flat, mean_and_half
 from cadenza.policies.simulator.load_sweep import FILL, highest_stable
-from cadenza.policies.simulator.result_file import Saved, encode
+from cadenza.policies.simulator.result_file import encode
 from cadenza.policies.simulator.run_values import JobResult
-from cadenza.slurm_plugin.cli.simulate.runner import COMPARED, Results, ratios
+from cadenza.slurm_plugin.simulations.runner import COMPARED, Results, ratios, saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -181,13 +181,3 @@ def per_job(results: Results) -> str:
             values = [getattr(job, name) for name in (*names, "jct_s")]
             writer.writerow([seed, *("" if value is None else value for value in values)])
     return text.getvalue()
-
-
-def saved(results: Results) -> Saved:
-    """Return the result as ``cadenza report`` reads it."""
-    request = results.request
-    classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
-    return Saved(
-        request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes,
-        request.baseline or "", results.baseline_runs,
-    )  # fmt: skip

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import local
-from cadenza.slurm_plugin.cli.watch.first_decision import Step
-from cadenza.slurm_plugin.cli.watch.watch_view import HostRow, WaitingRow, WatchView
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, number
+from cadenza.slurm_plugin.simulations.first_decision import Step
+from cadenza.slurm_plugin.simulations.watch_view import HostRow, WaitingRow, WatchView
 
 MAX_ROWS = 20
 """Rows of each table on the screen; ``--json`` has all."""

@@ -16,16 +16,16 @@ import msgspec
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.watch import watch_record
-from cadenza.slurm_plugin.cli.watch.first_decision import site_of
-from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
-from cadenza.slurm_plugin.cli.watch.watch_view import Look, WatchView, partitions_of, remarks, totals, view
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, with_lanes
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
-from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
-from cadenza.slurm_plugin.cli.whatif.whatif_output import judged, page
 from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import json_of, slurm_config
+from cadenza.slurm_plugin.history.cluster_nodes import read_hosts, with_lanes
+from cadenza.slurm_plugin.history.job_records import JobRecords
+from cadenza.slurm_plugin.history.queue_answer import read_queue
+from cadenza.slurm_plugin.simulations import watch_record
+from cadenza.slurm_plugin.simulations.first_decision import site_of
+from cadenza.slurm_plugin.simulations.runs import Plan, ask_site, run_plan
+from cadenza.slurm_plugin.simulations.watch_view import Look, WatchView, partitions_of, remarks, totals, view
+from cadenza.slurm_plugin.simulations.whatif_output import judged, page
 
 TIMEOUT_S = 60.0
 QUEUE = ("squeue", "--all", "--states=all")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, moment, say
 
 
 @click.command("whatif")
@@ -53,11 +53,12 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
     cadenza whatif --sacct jobs.json --nodes nodes.json
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.policies.core.errors import EnvironmentLacks, InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.cli.whatif.array import Submitted  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
+    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
     from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.array import Submitted  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.runs import run_whatif  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
+    from cadenza.slurm_plugin.simulations.whatif_output import as_json as plain  # noqa: PLC0415
 
     # 1. Without matplotlib there is no page, and the table says as much as it can.
     lacks, places = "", output or (Path("whatif.html"),)
@@ -72,7 +73,8 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
             raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
     # 2. The runs, the verdict, and the files.
     try:
-        found = run_whatif(words)
+        since_s = moment(words["since"], SystemClock().now(), "--since") if words["since"] else None
+        found = run_whatif({**words, "since_s": since_s})
     except Submitted as told:
         say(str(told))
         return

@@ -14,9 +14,8 @@ from cadenza.policies.simulator.figures import Summary
 from cadenza.policies.simulator.result_file import encode
 from cadenza.policies.simulator.shareable import Unshareable
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.simulate.output import saved
-from cadenza.slurm_plugin.cli.simulate.request import Site, read_request
-from cadenza.slurm_plugin.cli.simulate.runner import progress_bar, run_request
+from cadenza.slurm_plugin.simulations.request import Site, read_request
+from cadenza.slurm_plugin.simulations.runner import progress_bar, run_request, saved
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue

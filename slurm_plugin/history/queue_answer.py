@@ -8,10 +8,10 @@ from typing import NamedTuple
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.idle_gpus import NOWHERE, Wanted, queues_for_gpus
 from cadenza.policies.core.model import JobState
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, RecordRow, record_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, Refused, left_out, read_jobs
 from cadenza.slurm_plugin.gateway.slurm_values import Raw, gpus_each, job_gpus, job_state, wanted
+from cadenza.slurm_plugin.history.job_records import JobRecord, RecordRow, record_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from cadenza.policies.simulator.figures import mean_and_half, mean_over
 from cadenza.policies.simulator.run_values import JobResult
-from cadenza.slurm_plugin.cli.whatif.runs import Point, WhatIf, main_part
 from cadenza.slurm_plugin.report.compare import MIN_JOBS, slices_by
 from cadenza.slurm_plugin.report.page_model import Comparison, Run, Slice
 from cadenza.slurm_plugin.report.units import HOUR_S, MINUTE_S, NARROW, about, count, number, percent, unit_of
+from cadenza.slurm_plugin.simulations.runs import Point, WhatIf, main_part
 
 LEAST_JOBS = 100
 """Jobs below which nothing is said: one long job would decide."""

@@ -2,7 +2,7 @@
 
 The folder has ``task-N.json.gz`` and ``result-N.json.gz`` of each simulation, and the number of the last array. The
 same command again submits the tasks without a result, or with all of them goes on to the verdict. A task is run by
-``python -m cadenza.slurm_plugin.cli.whatif.array FOLDER N``.
+``python -m cadenza.slurm_plugin.simulations.array FOLDER N``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TypeVar
 import msgspec
 
 from cadenza.policies.core.errors import InputError
-from cadenza.slurm_plugin.cli.whatif.run_pool import Outcome, Task, run_task
 from cadenza.slurm_plugin.errors import SlurmUnavailable, SubmitError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
+from cadenza.slurm_plugin.simulations.run_pool import Outcome, Task, run_task
 from cadenza.slurm_plugin.sweep.slurm_commands import Slurm
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, JobRecords
 from cadenza.slurm_plugin.gateway.eligibility import met, parse
+from cadenza.slurm_plugin.history.job_records import JobRecord, JobRecords
 
 NO_GPUS = "without GPUs"
 SHORTEST_S = 1.0

@@ -11,8 +11,8 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.strict_mapping import input_error
-from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
+from cadenza.slurm_plugin.history.job_records import JobRecord
+from cadenza.slurm_plugin.history.queue_answer import QueueJob
 from cadenza.slurm_plugin.service.accounting.usage import MAX_GAP_S, by_hour
 
 SCHEMA: Literal["cadenza.watch/1"] = "cadenza.watch/1"

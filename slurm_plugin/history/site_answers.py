@@ -18,11 +18,11 @@ from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.csv_table import number, quoted
 from cadenza.policies.inputs.queue_rules import AGE_ALONE, NAMES, Account, Qos, QueueRules, Tier, Weights
 from cadenza.policies.slurm.backfill import SLURM, STRICT, Backfill
-from cadenza.slurm_plugin.cli.whatif.job_records import licenses_in
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, Refused, decoded, left_out, name_of
 from cadenza.slurm_plugin.gateway.slurm_values import Number, span_s
+from cadenza.slurm_plugin.history.job_records import licenses_in
 
 T = TypeVar("T")
 MAX_RECORDS = 1_000_000

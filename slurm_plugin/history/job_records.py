@@ -18,7 +18,6 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import MAX_QUANTITY, integer, number, quoted
-from cadenza.slurm_plugin.cli.whatif.submit_line import asks_for_gpus, gpu_type_in, nice_in
 from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, NotSlurms, decoded, name_of, raw_records
 from cadenza.slurm_plugin.gateway.slurm_values import (
     Number,
@@ -30,6 +29,7 @@ from cadenza.slurm_plugin.gateway.slurm_values import (
     span_s,
     tres,
 )
+from cadenza.slurm_plugin.history.submit_line import asks_for_gpus, gpu_type_in, nice_in
 
 MAX_COUNT = 10**9
 COUNT = re.compile(r"\d{1,9}", re.ASCII)

@@ -125,8 +125,19 @@ class Site:
     backfill: Backfill = SLURM
 
 
+class Given(dict[str, Any]):
+    """Options by name, None for each that was not given."""
+
+    def __missing__(self, name: str) -> None:
+        """Return None."""
+
+
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
-    """Return the request that the command's words make; raise InputError naming the option that is wrong."""
+    """Return the request that a command's options make, by name; those not named were not given.
+
+    Raise InputError naming the option that is wrong.
+    """
+    words = Given(words)
     # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
     if site is None:
         _check_together(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,21 +13,21 @@ import msgspec
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.figures import HOUR, Summary, flat, over_seeds, quantile, summarize
 from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
-from cadenza.policies.simulator.result_file import SavedRun, SweepPoint, save_run
+from cadenza.policies.simulator.result_file import Saved, SavedRun, SweepPoint, save_run
 from cadenza.policies.simulator.run_values import GUARD, Result
 from cadenza.policies.simulator.shareable import Unshareable, unshareable_jobs
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
 from cadenza.policies.slurm.backfill import STRICT
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.common import say
-from cadenza.slurm_plugin.cli.simulate.request import Request
 from cadenza.slurm_plugin.report.metrics import comparable
+from cadenza.slurm_plugin.simulations.request import Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -35,6 +36,7 @@ PROGRESS_AFTER_S = 1.0
 """Seconds of wall time after which a run shows its progress."""
 PROGRESS_INTERVAL_S = 0.1
 LINES_INTERVAL_S = 10.0
+MAX_LINE = 8192
 COMPARED = (
     "avg_jct_h", "p50_jct_h", "p99_jct_h", "p999_jct_h", "makespan_h", "mean_bounded_slowdown", "wait_1_gpu_h",
     "wait_2_to_7_gpus_h", "wait_8_gpus_h", "wait_more_gpus_h", "idle_waiting_gpus", "time_to_100_iterations_s",
@@ -228,7 +230,7 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress | ProgressLines | None]:
     """Yield a progress bar on standard error, removed at the end; lines without a terminal; None if quiet."""
     from rich.progress import Progress  # noqa: PLC0415
 
-    from cadenza.slurm_plugin.cli.terminal import Terminal  # noqa: PLC0415
+    from cadenza.slurm_plugin.terminal import Terminal  # noqa: PLC0415
 
     console = Terminal(stderr=True)
     if quiet:
@@ -239,6 +241,11 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress | ProgressLines | None]:
         yield bar
     finally:
         bar.stop()
+
+
+def note(line: str) -> None:
+    """Print a line on standard error."""
+    sys.stderr.write(printable(line, MAX_LINE) + "\n")
 
 
 class ProgressLines:
@@ -259,7 +266,7 @@ class ProgressLines:
         task, now_s = self.tasks[number], self._monotonic()
         if now_s >= task.next_s:
             self.tasks[number] = task._replace(next_s=now_s + LINES_INTERVAL_S)
-            say(f"{description or task.description}: {completed} of {task.total} jobs have ended", err=True)
+            note(f"{description or task.description}: {completed} of {task.total} jobs have ended")
 
     def start(self) -> None:
         """Do nothing: a log needs no drawing."""
@@ -295,3 +302,13 @@ class _Watch:
         self._next_s = now_s + PROGRESS_INTERVAL_S
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=ended, description=f"{self._title}, day {time_s / 86400:.1f}")
+
+
+def saved(results: Results) -> Saved:
+    """Return the result as ``cadenza report`` reads it."""
+    request = results.request
+    classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
+    return Saved(
+        request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes,
+        request.baseline or "", results.baseline_runs,
+    )  # fmt: skip

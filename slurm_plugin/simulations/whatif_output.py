@@ -15,14 +15,14 @@ from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.simulator.figures import flat
 from cadenza.policies.simulator.run_values import JobResult
-from cadenza.slurm_plugin.cli.whatif.history import DAY_S
-from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
-from cadenza.slurm_plugin.cli.whatif.verdict import Effect, Verdict, interval, mean_wait_s, verdict
+from cadenza.slurm_plugin.history.as_it_was import DAY_S
 from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, upper
 from cadenza.slurm_plugin.report.compare import compare, most_changed, plain, uncompared
 from cadenza.slurm_plugin.report.page import Lead, render
 from cadenza.slurm_plugin.report.page_model import Comparison, Slice
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, number, percent, unit_of
+from cadenza.slurm_plugin.simulations.runs import AS_IT_WAS, SLURM, WhatIf
+from cadenza.slurm_plugin.simulations.verdict import Effect, Verdict, interval, mean_wait_s, verdict
 
 EASY = "easy"
 SHORT = {AS_IT_WAS: "was", " can move": ""}

@@ -23,9 +23,9 @@ from cadenza.policies.core.model import (
     SiteRules,
 )
 from cadenza.policies.sharing.preemption.standing import checkpoint_name
-from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
+from cadenza.slurm_plugin.history.cluster_nodes import Hosts
+from cadenza.slurm_plugin.history.queue_answer import QueueJob
 from cadenza.slurm_plugin.service.observe.enrichment import with_progress
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, policy
 

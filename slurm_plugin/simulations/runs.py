@@ -16,20 +16,18 @@ from cadenza.policies.inputs.csv_table import integer, number, quoted
 from cadenza.policies.simulator.figures import Summary, summarize
 from cadenza.policies.simulator.result_file import Saved, encode, save_run
 from cadenza.policies.simulator.shareable import Unshareable
-from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.common import moment, say
-from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
-from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
-from cadenza.slurm_plugin.cli.whatif.array import collect
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
-from cadenza.slurm_plugin.cli.whatif.history import NO_FEATURES, History, as_it_was, read_history
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_records
-from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
-from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, json_of
+from cadenza.slurm_plugin.history.as_it_was import NO_FEATURES, History, as_it_was, read_history
+from cadenza.slurm_plugin.history.cluster_nodes import Hosts, read_hosts, with_lanes
+from cadenza.slurm_plugin.history.job_records import JobRecords, read_job_records
+from cadenza.slurm_plugin.history.site_answers import SiteFacts, read_site
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded, Run
 from cadenza.slurm_plugin.report.units import NARROW, about
+from cadenza.slurm_plugin.simulations.array import collect
+from cadenza.slurm_plugin.simulations.request import Site, read_file
+from cadenza.slurm_plugin.simulations.run_pool import Task, estimate_s, run_tasks
+from cadenza.slurm_plugin.simulations.runner import note
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
@@ -138,7 +136,7 @@ class Variant(NamedTuple):
 
     def task(self, jobs: History, plan: Plan) -> Task:
         """Return the simulation of these jobs."""
-        options = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet, **self.options, "label": self.label}
+        options = {"quiet": plan.quiet, **self.options, "label": self.label}
         trace = jobs.trace(self.part, self.draw, by_user=self.users)
         site = Site(trace, self.nodes, jobs.load_trace(), plan.site.queue, plan.site.backfill)
         return Task(options, plan.arguments, site)
@@ -214,7 +212,7 @@ def run_plan(
         )
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
         line += "; --sample 0.2 or --array FOLDER takes less" if high_s > PATIENCE_S else ""
-        say(line.replace(NARROW, " "), err=True)
+        note(line.replace(NARROW, " "))
     tasks = [one.task(history, plan) for one in variants]
     outcomes = run_tasks(tasks, quiet=plan.quiet) if plan.array is None else collect(plan.array, tasks)
     # 3. The draws of one part are the runs of one result.
@@ -316,7 +314,7 @@ def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
         raise InputError("whatif: give either --sacct FILE, or --since WHEN on a cluster")
     if sacct:
         return read_file(sacct, "--sacct"), str(sacct)
-    begin = datetime.fromtimestamp(moment(since, SystemClock().now(), "--since"), UTC).astimezone()
+    begin = datetime.fromtimestamp(words["since_s"], UTC).astimezone()
     start = begin.strftime("%FT%T")
     return json_of(("sacct", "--allusers", "--duplicates", "--starttime", start), TIMEOUT_S), "sacct"
 

@@ -13,12 +13,12 @@ from cadenza.policies.core.idle_gpus import HostGpus, fits, idle_waiting_gpus, n
 from cadenza.policies.core.model import SiteRules
 from cadenza.policies.sharing.preemption.site_factor import powerless_reason
 from cadenza.policies.simulator.figures import bounded_slowdown
-from cadenza.slurm_plugin.cli.watch.first_decision import Step, as_if_managed, hidden_gpus, shipped_settings, steps
-from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
-from cadenza.slurm_plugin.cli.watch.watch_record import WatchRecord
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts
+from cadenza.slurm_plugin.history.cluster_nodes import Hosts
+from cadenza.slurm_plugin.history.queue_answer import QueueJob
 from cadenza.slurm_plugin.service.accounting.sharing_report import WidthRow, width_rows
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart
+from cadenza.slurm_plugin.simulations.first_decision import Step, as_if_managed, hidden_gpus, shipped_settings, steps
+from cadenza.slurm_plugin.simulations.watch_record import WatchRecord
 
 ASSUMPTIONS = (
     "Slurm does not say which jobs could take part: all are taken to opt in and to keep checkpoints. Where none does, "

@@ -1,1 +1,0 @@
-"""``cadenza whatif``: a cluster's own history under Slurm alone and under Cadenza."""
