@@ -11,7 +11,7 @@ from virtual_machine import OUTAGE, PAGE, PATIENCE_S, Machine, phase
 
 from cluster import SHARED, wait_for
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(3600)]
 
 UNITS = ("slurmctld", "slurmd@node1", "slurmd@node1-l1", "cadenzad", "cadenza-web", "cadenza-agent")
 OUTAGE_S = 20

@@ -17,8 +17,8 @@ PACED_JOB = f"{SHARED}/paced_job.py"
 SOURCE = ROOT / "tests" / "cluster" / "paced_job.py"
 BOOT_S = 1500
 """The first run makes the image and the disk, in minutes; without KVM a boot takes a minute or two."""
-PATIENCE_S = 240
-"""An emulated processor takes many times as long for everything."""
+PATIENCE_S = 600
+"""An emulated processor takes many times as long for everything, on a busy machine longer still."""
 PAGE = """
 import http.client, socket, sys
 link = http.client.HTTPConnection("localhost")
@@ -61,7 +61,7 @@ def sample():
     samples.append([time.monotonic(), frozen(), [value(job, "cpu.stat", "usage_usec") for job in jobs]])
 
 def wait(goal):
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not goal():
         assert time.monotonic() < deadline, frozen()
         time.sleep(0.1)
