@@ -27,7 +27,7 @@ from registered_job import registered
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Tune
-from cadenza.slurm_plugin.cli.site.keygen import make_keys
+from cadenza.slurm_plugin.service.agents.curve_keys import make_keys
 from cadenza.slurm_plugin.service.agents.hub import Hub, HubSettings
 
 LIMIT_S = 5.0

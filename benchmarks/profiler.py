@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -38,7 +39,6 @@ from cadenza.profiler.model.bisection import every, next_point
 from cadenza.profiler.model.memory import PARTS
 from cadenza.profiler.model.roofline import fit, predict, worst_error
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.profile.measure import end_on_sigterm
 
 ERROR_LIMIT = 0.05
 TIME_LIMIT = 0.2
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    end_on_sigterm()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was started ends, too
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

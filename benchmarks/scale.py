@@ -58,10 +58,10 @@ from cadenza.sidecar import clock as module
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, JobTelemetry, LeaseReport, Receipt, Report
-from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.gateway.json_source import JsonSource
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.agents.curve_keys import make_keys
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings

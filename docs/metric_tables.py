@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from assignments import assigned
+
 WISH = re.compile(r"<!-- metrics: (\w+) -->")
 FILES = {"service": "slurm_plugin/service/metrics", "agent": "sidecar/agent/telemetry/agent_metrics.py"}
 KINDS = {
@@ -30,13 +32,7 @@ def _table(place: Path) -> str:
 
 def _metrics(tree: ast.AST) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, type, labels and meaning of each metric that a module makes."""
-    words = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    words = assigned(tree)
     for node in ast.walk(tree):
         kind = KINDS.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
         if kind is None or not isinstance(node, ast.Call):

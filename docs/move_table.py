@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 import msgspec
+from assignments import assigned
 
 from cadenza.policies.core.actions import MakeWay, Migrate, Place, Release, Requeue, Save
 from cadenza.policies.core.model import JobKey
@@ -30,14 +31,7 @@ ACTIONS = {
 }
 TREE = ast.parse(inspect.getsource(phases))
 FUNCTIONS = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
-VARIABLES = {
-    target.id: node.value
-    for node in ast.walk(TREE)
-    if isinstance(node, ast.Assign)
-    for target in node.targets
-    if isinstance(target, ast.Name)
-}
-"""Last value of each variable of the functions."""
+VARIABLES = assigned(TREE)
 
 
 def rows() -> Iterator[tuple[str, str, str]]:

@@ -131,23 +131,14 @@ def test_the_host_of_the_controller_is_lost_and_slurms_queue_goes_on(pair: Clust
     wait_for("no factor of a job that is over", lambda: '"factors":[]' in undo(pair).replace(" ", ""), 30)
 
 
-BOTH = """\
-[service]
-mode = "apply"
-poll_s = 0.5
-min_round_spacing_s = 0.2
-[guard]
-partitions = ["shared"]
-min_run_s = 0.3
+BOTH = f"""\
+{SETTINGS}service = "tcp://ctl:6850,tcp://ctl2:6850"
+heartbeat_s = 0.5
 [policy]
 order = "fifo"
 share = "timeslice"
 [sharing]
 slice_s = 1.0
-[agent]
-service = "tcp://ctl:6850,tcp://ctl2:6850"
-service_timeout_s = 4.0
-heartbeat_s = 0.5
 """
 FIRST_ROUND_S = 30
 """Longest time from Slurm's takeover to the first round of the service there."""

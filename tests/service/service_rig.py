@@ -19,7 +19,7 @@ from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
-from cadenza.slurm_plugin.cli.site import keygen
+from cadenza.slurm_plugin.service.agents import curve_keys
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
@@ -169,7 +169,7 @@ def report(host: str, *leases: LeaseReport, version: int = VERSION, at_s: float 
 
 def make_keys(folder: Path) -> Path:
     """Write the keys of the service and of the hosts n1 and n2."""
-    keygen.make_keys(folder, ("n1", "n2"))
+    curve_keys.make_keys(folder, ("n1", "n2"))
     return folder
 
 

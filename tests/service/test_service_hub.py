@@ -25,8 +25,8 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
-from cadenza.slurm_plugin.cli.site import keygen
 from cadenza.slurm_plugin.errors import HubError
+from cadenza.slurm_plugin.service.agents import curve_keys
 from cadenza.slurm_plugin.service.agents import hub as hub_module
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
@@ -183,7 +183,7 @@ def test_key_of_one_host_speaks_for_that_host_only(hub: Hub, keys: Path) -> None
 
 def test_a_replaced_key_works_until_the_agent_has_come_with_the_new_one(hub: Hub, keys: Path) -> None:
     with peer(hub.address, "n1", keys) as before:
-        keygen.make_keys(keys, ("n1",), rotate=True)
+        curve_keys.make_keys(keys, ("n1",), rotate=True)
         hub.reload_keys()
         before.report()
         eventually(lambda: alive(hub) == {"n1"})

@@ -21,9 +21,9 @@ from cadenza.policies.core.model import Gpu, Lease
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Ask, Facts, JobFacts, Switched, Told
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.site import keygen
 from cadenza.slurm_plugin.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service import owner_socket
+from cadenza.slurm_plugin.service.agents import curve_keys
 from cadenza.slurm_plugin.service.agents import hub as hub_module
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
@@ -57,7 +57,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, Hub]]:
     mine, theirs = job(1, user="nobody", account="course"), job(2, lease=held)
     store.begin(books(mine, theirs), Decision((), Memory(), {mine.key: "waits", theirs.key: "runs"}), (), Memory())
     store.record([Switched(VERSION, "n1", number, 0, "yield", 100.0, 0.1, 0.1, 0.2, 5) for number in (1, 2)])
-    keygen.make_keys(tmp_path / "keys", ("n1", "n2", "login1"))
+    curve_keys.make_keys(tmp_path / "keys", ("n1", "n2", "login1"))
     settings = HubSettings("tcp://127.0.0.1:*", tmp_path / "keys", 0.2, 0.6, 5.0, frozenset({"login1"}))
     hub = Hub(settings, SystemClock())
     hub.start()

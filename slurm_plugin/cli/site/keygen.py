@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 import click
 
 from cadenza.slurm_plugin.cli.common import say
 
-SERVICE = "service"
+SERVICE_KEY = "service.key"
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -28,7 +27,8 @@ def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: boo
     service.key, at the same places; delete its secret key here once it is copied. Then reload cadenzad.
     Only the owner can read the files whose names end in _secret.
     """
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415 (slow)
+    from cadenza.slurm_plugin.service.agents.curve_keys import make_keys  # noqa: PLC0415 (slow)
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     out = out or Path(load_settings(None).service.keys)
     for host in hosts:
@@ -39,42 +39,8 @@ def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: boo
     existing = [path for host in hosts if (path := out / "agents" / f"{host}.key").exists()]
     if existing and not (rotate or force):
         raise click.ClickException(f"{existing[0]} exists; --rotate replaces it, and --force does so at once")
-    if not hosts and not force and (out / f"{SERVICE}.key").exists():
+    if not hosts and not force and (out / SERVICE_KEY).exists():
         message = "exists; --force replaces it, and then every host needs the new service.key"
-        raise click.ClickException(f"{out / SERVICE}.key {message}")
+        raise click.ClickException(f"{out / SERVICE_KEY} {message}")
     for path in make_keys(out, hosts, rotate=rotate, force=force):
         say(str(path))
-
-
-def make_keys(folder: Path, hosts: Collection[str], *, rotate: bool = False, force: bool = False) -> list[Path]:
-    """Write the pairs that are missing or to be replaced; return the paths of the new files. Raise OSError.
-
-    ``rotate`` keeps each host's present public key as ``agents/HOST.key.old``, unless its agent has not even come with
-    that one.
-    """
-    agents, written = folder / "agents", list[Path]()
-    if not (folder / f"{SERVICE}.key").exists() or (force and not hosts):
-        written += _write_pair(folder, SERVICE)
-    for host in hosts:
-        current, replaced = agents / f"{host}.key", agents / f"{host}.key.old"
-        if rotate and current.exists() and not replaced.exists():
-            current.rename(replaced)
-        elif force:
-            replaced.unlink(missing_ok=True)
-        written += _write_pair(agents, host)
-    return written
-
-
-def _write_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a key pair; no other user can read the secret half at any time."""
-    import zmq.auth  # noqa: PLC0415 (slow)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
-    for path, mode in ((public, 0o644), (secret, 0o600)):
-        # zmq writes into existing files, so their mode applies from the first byte on.
-        path.touch()
-        path.chmod(mode)
-    zmq.auth.create_certificates(folder, name)
-    secret.chmod(0o600)
-    return public, secret

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from cadenza.slurm_plugin.errors import HubError
 
 log = logging.getLogger(__name__)
 
-AGENT_FOLDER = "agents"
+SERVICE, AGENT_FOLDER = "service", "agents"
 PUBLIC, SECRET, REPLACED = ".key", ".key_secret", ".key.old"
 """Endings of ``agents/HOST``: its public key, its secret one, and the public key before the last rotation."""
 
 
 def service_pair(folder: Path) -> tuple[bytes, bytes]:
     """Return the service's public and secret key in z85; raise HubError when there are none."""
-    path = folder / "service.key_secret"
+    path = folder / f"{SERVICE}{SECRET}"
     public, secret = _certificate(path)
     if secret is None:
         raise HubError(f"{path}: holds no secret key; write new ones with `cadenza keygen`")
@@ -97,3 +98,35 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
         # zmq calls a file that is not there an invalid one
         fault = "missing" if not path.exists() else getattr(error, "strerror", None) or error
         raise HubError(f"{path}: {fault}; write keys with `cadenza keygen`") from None
+
+
+def make_keys(folder: Path, hosts: Collection[str], *, rotate: bool = False, force: bool = False) -> list[Path]:
+    """Write the pairs that are missing or to be replaced; return the paths of the new files. Raise OSError.
+
+    ``rotate`` keeps each host's present public key as ``agents/HOST.key.old``, unless its agent has not even come with
+    that one.
+    """
+    agents, written = folder / AGENT_FOLDER, list[Path]()
+    if not (folder / f"{SERVICE}{PUBLIC}").exists() or (force and not hosts):
+        written += _write_pair(folder, SERVICE)
+    for host in hosts:
+        current, replaced = agents / f"{host}{PUBLIC}", agents / f"{host}{REPLACED}"
+        if rotate and current.exists() and not replaced.exists():
+            current.rename(replaced)
+        elif force:
+            replaced.unlink(missing_ok=True)
+        written += _write_pair(agents, host)
+    return written
+
+
+def _write_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write a key pair; no other user can read the secret half at any time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    for path, mode in ((public, 0o644), (secret, 0o600)):
+        # zmq writes into existing files, so their mode applies from the first byte on.
+        path.touch()
+        path.chmod(mode)
+    zmq.auth.create_certificates(folder, name)
+    secret.chmod(0o600)
+    return public, secret
