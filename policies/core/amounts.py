@@ -21,5 +21,5 @@ def more(free: Amount, amount: Amount) -> Amount:
 
 
 def less(free: Amount, amount: Amount) -> Amount:
-    """Return what is left of an amount without another."""
+    """Return the rest of an amount without another."""
     return free[0] - amount[0], free[1] - amount[1], free[2] - amount[2]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job, JobState
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Gpu, Job, JobState, Node
 
 HOLDING = ("held", "stopping")
 """States of leases whose jobs may use their GPUs."""
@@ -22,11 +22,6 @@ class HostGpus(NamedTuple):
     gpu_type: str = ""
     name: str = ""
 
-    def suits(self, wanted: Wanted) -> bool:
-        """Return whether such a job may start there. Slurm takes a type in small and capital letters alike."""
-        of_type = wanted.gpu_type.casefold() in ("", self.gpu_type.casefold())
-        return of_type and wanted.partition in self.partitions and self.name not in wanted.barred
-
 
 class Wanted(NamedTuple):
     """A job's partition, the type of GPU that it asks for, "" for any, and the nodes that it may not have."""
@@ -34,6 +29,17 @@ class Wanted(NamedTuple):
     partition: str
     gpu_type: str = ""
     barred: frozenset[str] = NOWHERE
+
+
+def suits(node: Node | HostGpus, partition: str, gpu_type: str, barred: Collection[str]) -> bool:
+    """Return whether a job may start on a node by its partition, several by commas, type of GPU and barred nodes.
+
+    Slurm takes a type in small and capital letters alike.
+    """
+    if partition not in node.partitions and not ("," in partition and set(partition.split(",")) & {*node.partitions}):
+        return False
+    of_type = gpu_type in ("", node.gpu_type) or gpu_type.casefold() == node.gpu_type.casefold()
+    return of_type and node.name not in barred
 
 
 def queues_for_gpus(state: JobState | None, gpus: int, priority: int, reason: str) -> bool:
@@ -68,7 +74,7 @@ def fits(hosts: Sequence[HostGpus], wanted: Wanted, gpus: int, nodes: int = 1) -
     """
     for name in wanted.partition.split(","):
         one = wanted._replace(partition=name)
-        here = [host for host in hosts if host.suits(one)]
+        here = [host for host in hosts if suits(host, *one)]
         widest = max((host.gpus for host in here), default=0)
         parts = max(nodes, -(-gpus // widest) if widest else 1)
         if here and sum(host.idle * parts >= gpus for host in here) >= parts:
@@ -131,5 +137,5 @@ def awaited_hosts(hosts: Sequence[HostGpus], narrowest: Mapping[Wanted, int]) ->
     counted: set[int] = set()
     for wanted, gpus in narrowest.items():
         if fits(hosts, wanted, gpus):
-            counted.update(at for at, host in enumerate(hosts) if host.suits(wanted))
+            counted.update(at for at, host in enumerate(hosts) if suits(host, *wanted))
     return frozenset(counted)

@@ -379,14 +379,17 @@ class Job:
 
     @property
     def amounts(self) -> dict[str, Amount]:
-        """Return what a started job has on each node; an even part of its totals where Slurm shows no more."""
+        """Return the amount of a started job on each node; an even part of its totals where Slurm shows no more."""
         nodes, placement = self.nodes, self.placement
         if len(nodes) == 1 == len(placement) and nodes[0] == placement[0].node:  # nearly always
             return {nodes[0]: placement[0][1:]}
         placed = {share.node: share[1:] for share in placement}
-        count = max(len(nodes), 1)
-        even = (-(-self.gpus // count), -(-self.cpus // count), -(-self.memory_mb // count))
+        even = self.part(max(len(nodes), 1))
         return {name: placed.get(name, even) for name in nodes}
+
+    def part(self, nodes: int) -> Amount:
+        """Return an even part of what the job asks for, for each of so many nodes."""
+        return -(-self.gpus // nodes), -(-self.cpus // nodes), -(-self.memory_mb // nodes)
 
     @property
     def starts_unleased(self) -> bool:

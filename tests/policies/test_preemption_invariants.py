@@ -15,7 +15,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options, Progress, SiteRules
 from cadenza.policies.core.move import Move, Over
 from cadenza.policies.ordering.levels import level_of
-from cadenza.policies.sharing.preemption.node_room import NodeRoom
+from cadenza.policies.sharing.board.node_room import NodeRoom
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 HOUR = 3600.0

@@ -18,8 +18,8 @@ from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
+from cadenza.policies.sharing.board.host import observe_hosts
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.state.host import observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
@@ -81,7 +81,7 @@ class Watched:
         self.actions: list[str] = []
 
     def __call__(self, snapshot, memory):
-        for host in observe_hosts(snapshot, SHARING, {}).values():
+        for host in observe_hosts(snapshot, SHARING.manages, {}, floor=SHARING.floor).values():
             assert host.committed_mb <= host.memory_mb or len(host.residents) == 1
             assert all(use.gpus <= host.gpus for use in host.use.values())
         stages = stages_of("gandiva", SHARING, self.gandiva, allocates=True)

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job, Placement
-from cadenza.policies.sharing.state.host import HostState, ResourceRequest, Seat
+from cadenza.policies.sharing.board.host import HostState, Seat
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
 
 

@@ -15,9 +15,10 @@ from typing import TypeAlias
 
 from cadenza.policies.core.decision import Growth
 from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat
+from cadenza.policies.sharing.board.resource_request import ResourceRequest, sized
 from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, multi_node_job
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
-from cadenza.policies.sharing.state.pending import lacks_lease, sized
+from cadenza.policies.sharing.state.pending import lacks_lease
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 Plan: TypeAlias = list[tuple[Resident, int]]
@@ -53,7 +54,7 @@ def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None
         return  # it has been placed, and Slurm is to start it
     if _undecided(state, job):
         return
-    request = ResourceRequest.under(job, state.settings)
+    request = ResourceRequest.under(job, floor=state.settings.floor)
     plans = [(host, _room(state, host, request, promised.get(host.name, 0))) for host in _open_to(state, job)]
     chosen = _chosen(state, [(host, plan) for host, plan in plans if plan is not None], request.nodes)
     leaving: dict[JobKey, list[HostState]] = {}

@@ -16,9 +16,9 @@ from math import inf
 from cadenza.policies.allocation.problem import Server, proportional_share, share_speed
 from cadenza.policies.core.model import JobKey, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat
 from cadenza.policies.sharing.migration.rebalance import PAYS_BACK
 from cadenza.policies.sharing.placement.host_division import HostDivision
-from cadenza.policies.sharing.state.host import HostState, Resident, Seat
 from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
 MIN_SPEED_LACKING = 0.05

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from math import inf
 
 from cadenza.policies.core.model import Job
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.migration.move_search import Mover, Plan, Wish, free_seat, room
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.pending import lacks_lease
 from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
@@ -28,7 +29,7 @@ def make_room(state: SharingState, job: Job) -> str:
     """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
     if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.home(job) is not None:
         return ""
-    request = ResourceRequest.under(job, state.settings)
+    request = ResourceRequest.under(job, floor=state.settings.floor)
     return _make(state, Wish(job, request))
 
 
@@ -75,7 +76,7 @@ def _waits_for_lease(state: SharingState, host: HostState, resident: Resident) -
 
 def _served(state: SharingState, job: Job) -> bool:
     """Return True if a job has room already; it is kept for it then."""
-    request = ResourceRequest.under(job, state.settings)
+    request = ResourceRequest.under(job, floor=state.settings.floor)
     for host in state.hosts.values():
         seat = free_seat(host, job, request) if host.usable else None
         if seat is not None:

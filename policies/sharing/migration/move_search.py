@@ -15,7 +15,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_EVALUATIONS = 1000

@@ -17,7 +17,8 @@ from math import ceil
 
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.relocation.phases import follows_size
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
 LOCALITY_GAIN = 0.05
@@ -140,7 +141,7 @@ def _rejoin(state: SharingState) -> None:
         split = len(job.nodes) > 1 and follows_size(job)
         if not split or key in state.packed or not state.may(job):
             continue
-        request = ResourceRequest.under(replace(job, num_nodes=1), state.settings)
+        request = ResourceRequest.under(replace(job, num_nodes=1), floor=state.settings.floor)
         source = state.home(job)
         place = _idle_seat(state, source, job, request) if source is not None else None
         if place is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:

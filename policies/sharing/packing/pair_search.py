@@ -18,8 +18,8 @@ from cadenza.policies.core.decision import Alone, Lost, SharingMemory
 from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.core.text import gpu_names, job_names
+from cadenza.policies.sharing.board.host import HostState
 from cadenza.policies.sharing.state.groups import Group, after, group_keys, partners, standing
-from cadenza.policies.sharing.state.host import HostState
 from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState, holds

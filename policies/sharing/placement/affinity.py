@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.model import Job, Node
-from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
+from cadenza.policies.sharing.board.host import HostState, lacks
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.pending import awaits_place, queued
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
@@ -64,7 +65,7 @@ def place_pending(state: SharingState) -> None:
     unplaceable: dict[ResourceRequest, str] = {}
     choose = _Choice(tuple(state.hosts.values()), state.settings)
     for job in state.pending:
-        request = ResourceRequest.under(job, state.settings)
+        request = ResourceRequest.under(job, floor=state.settings.floor)
         if request in unplaceable:  # nothing has changed since the last one that asked for this
             reasons[job.key] = unplaceable[request]
             continue

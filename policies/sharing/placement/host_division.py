@@ -19,8 +19,9 @@ from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.actions import Migrate, Resize, Tune, Unpack
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement, Share
 from cadenza.policies.core.profile import TOLERANCE, least_cpus
+from cadenza.policies.sharing.board.host import HostState, Resident
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.placement.reservations import seated
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
@@ -339,5 +340,5 @@ def startable(wanted: Placement, hosts: Mapping[str, HostState], key: JobKey) ->
 
 
 def _needed(job: Job, nodes: Sequence[str], settings: SharingSettings) -> Placement:
-    request = ResourceRequest.under(job, settings)
+    request = ResourceRequest.under(job, floor=settings.floor)
     return tuple(Share(node, request.gpus, request.cpus, request.memory_mb) for node in sorted(nodes))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, observe_hosts
-from cadenza.policies.sharing.state.pending import sized, starts, stranded
+from cadenza.policies.sharing.board.host import HostState, Resident, observe_hosts
+from cadenza.policies.sharing.board.resource_request import ResourceRequest, sized
+from cadenza.policies.sharing.state.pending import starts, stranded
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
@@ -23,7 +24,7 @@ def reserve_pending_moves(state: SharingState) -> None:
             continue
         if not closed.isdisjoint(job.required_nodes):
             continue  # Slurm starts it on none of its nodes while one of them takes no jobs
-        request = ResourceRequest.under(job, state.settings)
+        request = ResourceRequest.under(job, floor=state.settings.floor)
         there = {state.by_node[name].name for name in job.required_nodes if name in state.by_node}
         for host in [state.hosts[name] for name in sorted(there)]:
             seats = {seat.node.name: seat.gpus for seat in host.seats(request)}
@@ -50,7 +51,7 @@ def hold_until_startable(state: SharingState) -> None:
     """
     if not state.placements or not (state.relocating or state.room_made):
         return
-    now, kept = observe_hosts(state.snapshot, state.settings), []
+    now, kept = observe_hosts(state.snapshot, state.settings.manages, floor=state.settings.floor), []
     for action in state.placements:
         request = ResourceRequest.of(state.snapshot.by_key[action.job])
         nodes = [(host, node) for host in now.values() for node in host.lanes if node.name in action.nodes]

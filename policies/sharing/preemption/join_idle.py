@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim
+from cadenza.policies.sharing.board.node_room import NodeRequest, NodeRoom, Victim
 from cadenza.policies.sharing.preemption.standing import Standings
 
 JOIN_AFTER_S = 3600.0

@@ -16,8 +16,8 @@ from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import lost_s
+from cadenza.policies.sharing.board.node_room import NodeRequest, NodeRoom, Victim
 from cadenza.policies.sharing.preemption.join_idle import can_join, join_idle_gpus
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints

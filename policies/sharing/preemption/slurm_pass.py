@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom
+from cadenza.policies.sharing.board.node_room import NodeRequest, NodeRoom
 from cadenza.policies.sharing.preemption.standing import limit_s
 from cadenza.policies.slurm.backfill import SLURM, Future, Pass, Shares, bits_of
 

@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.text import job_names
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom
+from cadenza.policies.sharing.board.node_room import NodeRequest, NodeRoom
 from cadenza.policies.sharing.preemption.standing import Standings
 
 MAX_NAMED = 3

@@ -24,7 +24,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.idle_gpus import queues_for_gpus
 from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
-from cadenza.policies.sharing.state.host import Resident, ResourceRequest
+from cadenza.policies.sharing.board.host import Resident
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
@@ -140,14 +140,3 @@ def lacks_lease(resident: Resident) -> bool:
     """Return True if a job stands without a lease where Slurm started it."""
     lease = resident.job.lease
     return lease is not None and lease.state in ("waiting", "yielded") and not lease.late
-
-
-def sized(request: ResourceRequest, gpus: int) -> ResourceRequest:
-    """Return a job's needs on one node with another number of GPUs there: as much more as it has more of those."""
-    had = max(request.gpus, 1)
-    return request._replace(
-        gpus=gpus,
-        cpus=max(request.cpus * gpus // had, 1),
-        memory_mb=request.memory_mb * gpus // had,
-        state_mb=request.state_mb * gpus // had,
-    )

@@ -27,8 +27,9 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Progress, Relocating, Share
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
+from cadenza.policies.sharing.board.host import HostState, Resident, Seat, observe_hosts
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.groups import Group, group_keys, partners, standing
-from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat, observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 MAX_ROOM_SEARCHES = 8
@@ -199,7 +200,7 @@ class SharingState:
     def hosts(self) -> dict[str, HostState]:
         """Return the hosts with a live agent, as the round has changed them; worked out when they are asked for."""
         if self._hosts is None:
-            self._hosts = observe_hosts(self.snapshot, self.settings, self._units)
+            self._hosts = observe_hosts(self.snapshot, self.settings.manages, self._units, floor=self.settings.floor)
         return self._hosts
 
     @property

@@ -80,7 +80,7 @@ def _free_of_unmanaged(jobs: Iterable[Job], nodes: Iterable[Node], settings: Sha
 
 
 def _fits(job: Job, nodes: Iterable[Node], free: Mapping[str, int]) -> bool:
-    each = -(-job.gpus // max(job.num_nodes, 1))
+    each, *_ = job.part(max(job.num_nodes, 1))
     return sum(free[node.name] >= each for node in nodes if job.partition in node.partitions) >= max(job.num_nodes, 1)
 
 

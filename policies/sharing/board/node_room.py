@@ -12,6 +12,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from cadenza.policies.core.amounts import Amount, fits, less, more
+from cadenza.policies.core.idle_gpus import suits
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 
 
@@ -74,8 +75,7 @@ class NodeRoom:
             widest = max((node.gpus for node in self._nodes_of(job.partition)), default=1)
             self._widest_of[job.partition] = widest
         count = max(job.num_nodes, -(-job.gpus // widest), 1)
-        each = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
-        return NodeRequest(count, each, job.partition, job.gpu_type, job.barred, job.required_nodes)
+        return NodeRequest(count, job.part(count), job.partition, job.gpu_type, job.barred, job.required_nodes)
 
     def _nodes_of(self, partition: str) -> Iterable[Node]:
         """Return the nodes of a partition, or of all that a waiting job names (``a,b``), each once."""
@@ -91,9 +91,7 @@ class NodeRoom:
             self._admitting[rules] = tuple(
                 node.name
                 for node in self._nodes_of(request.partition)
-                if node.name not in request.barred
-                and request.gpu_type in ("", node.gpu_type)
-                and (not request.required or node.name in request.required)
+                if suits(node, *request[2:5]) and (not request.required or node.name in request.required)
             )
         return self._admitting[rules]
 

@@ -3,62 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple
 
+from cadenza.policies.core.idle_gpus import suits
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
-from cadenza.policies.core.profile import MB_PER_GB, Profile
-from cadenza.policies.sharing.state.settings import SharingSettings
-
-
-class ResourceRequest(NamedTuple):
-    """Resources that a job needs on each of its nodes; memory in MB."""
-
-    user: str
-    partition: str
-    nodes: int
-    gpus: int
-    cpus: int
-    memory_mb: int
-    state_mb: int = 0
-    """GPU state that a yield moves to the host's memory."""
-    gpu_type: str = ""
-    """Type of GPU that it asked for; empty: any."""
-    barred: frozenset[str] = frozenset()
-    """Nodes on which Slurm would not start it."""
-
-    @classmethod
-    def of(cls, job: Job) -> ResourceRequest:
-        """Return a job's needs; its totals are taken to be spread evenly over its nodes."""
-        nodes = max(job.num_nodes, 1)
-        gpus, cpus, memory_mb = -(-job.gpus // nodes), -(-job.cpus // nodes), -(-job.memory_mb // nodes)
-        low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None  # at a boundary, a GPU
-        state_mb = ceil(gpus * MB_PER_GB * low_gb) if low_gb else 0
-        return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type, job.barred)
-
-    @classmethod
-    def trimmed(cls, job: Job) -> ResourceRequest:
-        """Return a job's needs with no more memory than its profile can use: that stays taken while it waits."""
-        request = cls.of(job)
-        useful_mb = _useful_mb(job.profile, request) if job.profile else request.memory_mb
-        return request._replace(memory_mb=min(request.memory_mb, useful_mb))
-
-    @classmethod
-    def under(cls, job: Job, settings: SharingSettings) -> ResourceRequest:
-        """Return a job's trimmed needs, or all that it asked for where Slurm's allocation is a floor."""
-        return cls.of(job) if settings.floor else cls.trimmed(job)
-
-
-def _useful_mb(profile: Profile, request: ResourceRequest) -> int:
-    """Return the least memory of the profile's grid that is as good as what the job asked for, MB."""
-    cpus, asked_gb = request.cpus / max(request.gpus, 1), request.memory_mb / max(request.gpus, 1) / MB_PER_GB
-    speed = profile.speed(cpus, asked_gb)
-    for memory_gb in profile.memory_gb_per_gpu:
-        if profile.speed(cpus, memory_gb) >= speed:
-            return ceil(memory_gb * MB_PER_GB * request.gpus)
-    return request.memory_mb
+from cadenza.policies.sharing.board.resource_request import ResourceRequest
 
 
 @dataclass(slots=True)
@@ -163,9 +115,7 @@ class HostState:
         use = self.use[node.name]
         return (
             node.takes_jobs
-            and node.name not in request.barred
-            and request.partition in node.partitions
-            and request.gpu_type in ("", node.gpu_type)
+            and suits(node, request.partition, request.gpu_type, request.barred)
             and use.gpus + request.gpus <= node.gpus
             and use.cpus + request.cpus <= node.cpus
             and use.memory_mb + request.memory_mb <= node.memory_mb
@@ -292,12 +242,16 @@ def lacks(hosts: Iterable[HostState], request: ResourceRequest) -> str:
 
 
 def observe_hosts(
-    snapshot: ClusterSnapshot, settings: SharingSettings, group_keys: Mapping[JobKey, JobKey] | None = None
+    snapshot: ClusterSnapshot,
+    manages: Callable[[Job], bool],
+    group_keys: Mapping[JobKey, JobKey] | None = None,
+    *,
+    floor: bool,
 ) -> dict[str, HostState]:
     """Return the hosts whose agent is alive, in order of names, with the jobs that are there.
 
-    With ``units`` (for packed jobs the least key of the pack) a managed job counts in its lane's use with what
-    it needs, because what it has is shared out anew at every turn.
+    With ``group_keys`` (for packed jobs the least key of the pack) a managed job counts in its lane's use with what it
+    needs, because what it has is shared out anew at every turn. ``floor``: Slurm's allocation is what it needs.
     """
     alive = {host.name for host in snapshot.hosts if host.agent_alive}
     lanes: dict[str, list[Node]] = {}
@@ -308,10 +262,10 @@ def observe_hosts(
     trimmed: dict[tuple[object, ...], ResourceRequest] = {}
     """Trimmed needs of jobs with equal requests and profiles."""
     for job in sorted((job for job in snapshot.jobs if job.nodes and job.gpus), key=lambda job: job.key):
-        managed = settings.manages(job)
+        managed = manages(job)
         for name in [name for name in job.nodes if name in by_node]:
             host = by_node[name]
-            if group_keys is None or not managed or settings.floor:
+            if group_keys is None or not managed or floor:
                 host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)
                 continue
             asked = (
