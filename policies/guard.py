@@ -42,7 +42,6 @@ class GuardOptions:
     users: Annotated[Names, Meta(description="Only jobs of these users; empty: all")] = frozenset()
     max_actions_per_round: Annotated[int, Meta(description="Most actions in one round", ge=0)] = 200
     min_run_s: Annotated[float, Meta(description="A job that got its GPUs keeps them at least this long", ge=0)] = 5.0
-    cool_down_s: Annotated[float, Meta(description="Least time between two yields of one job", ge=0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +176,6 @@ class Guard:
         held_s = job.lease.held_s if job.lease is not None else 0.0
         if held_s < self.settings.min_run_s:
             return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"
-        since_s = self.time_s - self.memory.last_yield_s.get(job.key, float("-inf"))
-        if since_s < self.settings.cool_down_s:
-            return f"cool-down: it yielded {since_s:.1f} s ago, {self.settings.cool_down_s:.1f} s are to pass"
         return None
 
     def _makes_way(self, job: Job) -> bool:

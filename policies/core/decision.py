@@ -139,7 +139,7 @@ class Memory:
     drained: frozenset[str] = frozenset()
     """Nodes that we drained."""
     last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
-    """When each live job was last asked to yield (cool-down)."""
+    """When each live job was last asked to yield."""
     sharing: SharingMemory = field(default_factory=SharingMemory)
     usage: Mapping[str, float] = field(default_factory=dict)
     """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""

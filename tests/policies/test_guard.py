@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshots import NOW, cluster, job, key, lease, node
+from snapshots import cluster, job, key, lease, node
 
 from cadenza.policies.core.actions import (
     DrainNode,
@@ -59,17 +59,14 @@ def test_only_jobs_that_opted_in():
     assert word(Suspend(key(8), ""), RUNS) == "scope"
 
 
-def test_minimum_run_time_and_cool_down_give_way_to_priority_and_unmanaged_jobs():
+def test_minimum_run_time_gives_way_to_priority_and_unmanaged_jobs():
     young = replace(RUNS, lease=lease("held", 0, held_s=1.0))
-    recent = Memory(last_yield_s={key(1): NOW - 10})
-    slow = replace(APPLY, cool_down_s=60.0)
     assert word(Yield(key(1), ""), young) == "minimum run time"
-    assert word(Yield(key(1), ""), RUNS, rules=slow, memory=recent) == "cool-down"
     assert word(Resume(key(1), ""), young) == ""
     higher = job(2, options=Options(priority=1), lease=lease("yielded", 0))
     unmanaged = job(2, options=None, lease=lease("waiting", 0, exclusive=True))
     for other in (higher, unmanaged):
-        assert word(Yield(key(1), ""), young, other, rules=slow, memory=recent) == ""
+        assert word(Yield(key(1), ""), young, other) == ""
         elsewhere = replace(other, lease=replace(other.lease, gpus=lease("waiting", 3).gpus))
         assert word(Yield(key(1), ""), young, elsewhere) == "minimum run time"
 

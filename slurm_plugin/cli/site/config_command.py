@@ -93,8 +93,6 @@ def advice(settings: Settings) -> Iterator[str]:
         yield "[agent] service is empty: agents take turns locally and the service does not see them"
     if settings.guard.min_run_s > settings.sharing.slice_s:
         yield "[guard] min_run_s exceeds [sharing] slice_s: turns last min_run_s"
-    if settings.guard.cool_down_s > settings.sharing.slice_s:
-        yield "[guard] cool_down_s exceeds [sharing] slice_s: it delays yields"
     if settings.service.poll_s > settings.sharing.slice_s:
         yield "[service] poll_s exceeds [sharing] slice_s: turns last poll_s"
     longest_s = 2 * MAX_FAIR_WAITS_BEHIND * PAIR * settings.sharing.slice_s

@@ -26,7 +26,7 @@ SWITCHES = ("yield", "resume", "checkpoint")
 FAILED_SWITCHES = ("refused", "timeout", "lost")
 OUTCOMES = ("ok", "failed", "kept_in")
 RULES = (
-    "allow_list", "cool_down", "deadline", "kill_switch", "minimum_run_time", "observe_only", "opt_in", "rate_limit",
+    "allow_list", "deadline", "kill_switch", "minimum_run_time", "observe_only", "opt_in", "rate_limit",
     "scope",
 )  # fmt: skip
 """Rules of the guard that keep an action in, by the first words of their reasons."""
