@@ -82,14 +82,6 @@ class AgentSettings(msgspec.Struct, frozen=True):
     records_dir: Annotated[
         str, Meta(description="Directory of records for jobs that set no CADENZA_RECORDS, by uid", min_length=1)
     ] = "/var/lib/cadenza/records"
-    records_mb: Annotated[
-        int, Meta(description="Size of a job's record file at which it is rotated; one older file is kept", ge=1)
-    ] = 64
-
-    prefetch_mb: Annotated[
-        int,
-        Meta(description="Limit on data read ahead for a job that will move here, MB; 0: none", ge=0),
-    ] = 8192
     tuning: Annotated[
         Literal["off", "affinity", "cgroups"],
         Meta(description="Means to change a running job's CPUs and memory; cgroups falls back to affinity"),

@@ -32,6 +32,8 @@ READ_TIMEOUT_S = 120.0
 """Longest time that reading for one job may take."""
 SYSTEMD = Path("/run/systemd/system")
 """Directory that exists where systemd is the machine's first process (sd_booted(3))."""
+MAX_BYTES = 8 << 30
+"""Limit on data read ahead for a job that will move here."""
 MAX_RESULTS = 64
 """Number of results that are kept for the reports, the newest."""
 READERS = 2
@@ -94,7 +96,7 @@ class Prefetcher:
         began = self.host.clock.monotonic()
         counts: dict[str, int] = {}
         try:
-            counts, note = read_as(order.uid, order.paths, self.host.settings.prefetch_mb << 20), ""
+            counts, note = read_as(order.uid, order.paths, MAX_BYTES), ""
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             note = f"its files were not read: {error}"
         self._done.put(

@@ -28,6 +28,8 @@ VERSION = 1
 RECORDS_ENV = "CADENZA_RECORDS"
 """A directory; a job that sets it has its samples written there."""
 WRITER = "cadenza.sidecar.agent.telemetry.record_writer"
+MAX_BYTES = 64 << 20
+"""Size of a job's record file at which it is rotated; one older file is kept."""
 MAX_LINE = select.PIPE_BUF
 """A line of at most this much goes into a pipe whole or not at all (pipe(7))."""
 READ_S = 0.1
@@ -132,9 +134,7 @@ class Records:
         pids = [process.pid for process in lease.processes if process.pid not in job.read_pids]
         if pids and not job.reading:
             job.reading = True
-            reader = threading.Thread(
-                target=_read_owners, args=(pids, job.found), name="cadenza-records", daemon=True
-            )
+            reader = threading.Thread(target=_read_owners, args=(pids, job.found), name="cadenza-records", daemon=True)
             reader.start()
             reader.join(READ_S)
         if job.found.empty():
@@ -165,7 +165,7 @@ class Records:
         """
         name = f"{lease.key}.{self._host}.jsonl"
         rights = [str(owner.uid), str(owner.gid), ",".join(map(str, owner.groups))]
-        limit = str(self._settings.records_mb << 20)
+        limit = str(MAX_BYTES)
         command = [sys.executable, "-I", "-m", WRITER, *rights, directory, name, limit]
         try:
             job.recorder = subprocess.Popen(
