@@ -92,7 +92,6 @@ class Guard:
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory) -> None:
         self.jobs = snapshot.by_key
         self.nodes = {node.name: node for node in snapshot.nodes}
-        self.time_s = snapshot.time_s
         self.memory = memory
         self.settings = GuardSettings()
 
@@ -169,14 +168,10 @@ class Guard:
         return f"rate limit: {self.settings.max_actions_per_round} actions a round, the rest has to wait"
 
     def _run_time(self, job: Job, action: Action) -> str | None:
-        reason = self._too_early(job) if isinstance(action, Yield) else None
-        return None if reason is not None and self._makes_way(job) else reason
-
-    def _too_early(self, job: Job) -> str | None:
         held_s = job.lease.held_s if job.lease is not None else 0.0
-        if held_s < self.settings.min_run_s:
-            return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"
-        return None
+        if not isinstance(action, Yield) or held_s >= self.settings.min_run_s or self._makes_way(job):
+            return None
+        return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"
 
     def _makes_way(self, job: Job) -> bool:
         """Return True if an exclusive job or one of higher priority wants the job's GPUs."""
