@@ -484,8 +484,11 @@ class Clock(SystemClock):
         return super().now() + self.ahead_s
 
 
-def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | None = None) -> dict[str, Any]:
-    """Run rounds and return the times of each, without the first."""
+def measure(
+    hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | None = None,
+    before: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run rounds and return the times of each, without the first; call ``before`` before each."""
     clock = Clock()
     module.now = clock.now  # the gateway reads its time there
     site = Site(hosts, jobs, folder, clock.now())
@@ -522,6 +525,7 @@ def measure(hosts: int, jobs: int, rounds: int, folder: Path, profile: Path | No
             site.write()
             os._exit(0)
         os.waitpid(child, 0)
+        before(number)
         watch.take()
         if profile is not None and number == rounds:
             with cProfile.Profile() as profiler:
