@@ -49,9 +49,7 @@ class Participation:
         self.checkpoint_due = False
         """True after Cadenza has requested a checkpoint, until the framework has saved it."""
 
-    def join(
-        self, requeue_owner: str = "", *, saves: bool = False, at_epoch_end: Callable[[], bool] = bool
-    ) -> None:
+    def join(self, requeue_owner: str = "", *, saves: bool = False, at_epoch_end: Callable[[], bool] = bool) -> None:
         """Attach, or add this run's state to the session that the script attached by itself.
 
         ``requeue_owner`` is a framework that requeues this job; the agent then requests no checkpoints. With

@@ -16,7 +16,6 @@ from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
-
     from cadenza.profiler.measure.finished_points import State
     from cadenza.profiler.measure.offline_run import Offline
     from cadenza.profiler.measure.point import Point, Rule
