@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from cadenza.policies.core.idle_gpus import suits
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
+
+_KIND = attrgetter("gpus", "cpus", "memory_mb", "num_nodes", "user", "partition", "gpu_type", "barred")
 
 
 @dataclass(slots=True)
@@ -128,6 +131,11 @@ class HostState:
         """
         return not self.sizes or self.committed_mb + request.memory_mb + request.state_mb <= self.memory_mb
 
+    def may_share(self, request: ResourceRequest, *, between_users: bool) -> bool:
+        """Return True if a job may share the host with its residents, and the host's memory holds one more job."""
+        among = between_users or self.users.keys() <= {request.user}
+        return among and not self.unmanaged and self.has_host_memory_for(request)
+
     def lack(self, request: ResourceRequest) -> str:
         """Return the lack besides GPUs that keeps a job from the lanes that are open to it, as a phrase."""
         least = request._replace(cpus=0, memory_mb=0)
@@ -205,15 +213,18 @@ class HostState:
         """Return the number of GPUs that no job has or waits for."""
         return self.sharers_by_gpu().count(0)
 
-    def expected_gpus(self, key: JobKey) -> frozenset[int]:
-        """Return the GPUs of a tenant that no agent has named yet, as Slurm gives them: the lowest free of its lane."""
+    def expected_gpus(self, key: JobKey) -> list[int]:
+        """Return the GPUs of a tenant that no agent has named yet."""
         resident = self.residents[key]
-        return frozenset(self._free_gpus(resident.lane)[: resident.request.gpus])
+        return self.next_gpus(resident.request.gpus, self.taken(resident.lane))
 
-    def _free_gpus(self, lane: str) -> list[int]:
-        """Return the GPUs that no tenant of a lane has, in Slurm's order."""
-        taken = {index for resident in self.residents.values() if resident.lane == lane for index in resident.gpus}
-        return [index for index in range(self.gpus) if index not in taken]
+    def taken(self, lane: str) -> set[int]:
+        """Return the GPUs that the tenants of a lane have."""
+        return {index for resident in self.residents.values() if resident.lane == lane for index in resident.gpus}
+
+    def next_gpus(self, count: int, taken: Collection[int]) -> list[int]:
+        """Return the GPUs that Slurm gives next on a lane: the lowest free ones; fewer where not so many are free."""
+        return [index for index in range(self.gpus) if index not in taken][:count]
 
     @property
     def stuck_gpus(self) -> set[int]:
@@ -223,12 +234,12 @@ class HostState:
     def seats(self, request: ResourceRequest) -> list[Seat]:
         """Return the lanes with room for a job, the best first, with the GPUs that it would get there.
 
-        Slurm gives the lowest free GPUs of a lane; where it does otherwise, the next round sees that.
+        Where Slurm gives others, the next round sees that.
         """
         sharers_by_gpu = self.sharers_by_gpu()
         stuck, seats = self.stuck_gpus, []
         for node in self.lanes:
-            free = self._free_gpus(node.name)[: request.gpus]
+            free = self.next_gpus(request.gpus, self.taken(node.name))
             if len(free) == request.gpus and self.fits(node, request) and stuck.isdisjoint(free):
                 seats.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
         return sorted(seats, key=lambda seat: seat[:2])
@@ -257,7 +268,16 @@ def observe_hosts(
     lanes: dict[str, list[Node]] = {}
     for node in sorted(snapshot.nodes, key=lambda node: (node.host, node.lane, node.name)):
         lanes.setdefault(node.host, []).append(node)
-    hosts = {name: _host_state(name, nodes, group_keys or {}) for name, nodes in lanes.items() if name in alive}
+    hosts = {
+        name: HostState(
+            name,
+            tuple(nodes),
+            {node.name: LaneUse(node.gpus_used, node.cpus_used, node.memory_used_mb) for node in nodes},
+            group_keys=group_keys or {},
+        )
+        for name, nodes in lanes.items()
+        if name in alive
+    }
     by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
     trimmed: dict[tuple[object, ...], ResourceRequest] = {}
     """Trimmed needs of jobs with equal requests and profiles."""
@@ -268,17 +288,7 @@ def observe_hosts(
             if group_keys is None or not managed or floor:
                 host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)
                 continue
-            asked = (
-                job.gpus,
-                job.cpus,
-                job.memory_mb,
-                job.num_nodes,
-                job.user,
-                job.partition,
-                job.gpu_type,
-                job.barred,
-            )
-            kind = (id(job.profile), *asked)
+            kind = (id(job.profile), *_KIND(job))
             if kind not in trimmed:
                 trimmed[kind] = ResourceRequest.trimmed(job)
             resident = _resident(job, trimmed[kind], name, host.name)
@@ -289,16 +299,7 @@ def observe_hosts(
     return hosts
 
 
-def _host_state(name: str, nodes: Iterable[Node], group_keys: Mapping[JobKey, JobKey]) -> HostState:
-    lanes = tuple(nodes)
-    use = {node.name: LaneUse(node.gpus_used, node.cpus_used, node.memory_used_mb) for node in lanes}
-    return HostState(name, lanes, use, group_keys=group_keys)
-
-
 def _resident(job: Job, request: ResourceRequest, lane: str, host: str) -> Resident:
     """Return a job as a resident; where its lease shows another number of GPUs than an even spread, that counts."""
-    gpus = frozenset([gpu.index for gpu in job.lease.gpus if gpu.host == host]) if job.lease is not None else _NONE
+    gpus = frozenset([gpu.index for gpu in job.leased_gpus if gpu.host == host])
     return Resident(job, request if len(gpus) in (0, request.gpus) else request._replace(gpus=len(gpus)), lane, gpus)
-
-
-_NONE: frozenset[int] = frozenset()

@@ -154,9 +154,8 @@ class _Choice:
         return []
 
     def _shares(self, host: HostState, request: ResourceRequest) -> bool:
-        may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
         stuck = request.nodes > 1 and host.stuck_gpus  # the seats of one node are on the other GPUs
-        return may_share and not host.unmanaged and not stuck and host.has_host_memory_for(request)
+        return not stuck and host.may_share(request, between_users=self.settings.share_between_users)
 
 
 def _names(chosen: Chosen) -> str:

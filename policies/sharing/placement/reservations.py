@@ -68,15 +68,14 @@ def hold_until_startable(state: SharingState) -> None:
 def seated(hosts: Mapping[str, HostState], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:
     """Return the GPUs that jobs get when they come in this order to where the round has planned them.
 
-    Slurm gives the lowest free ones of a lane. The round may have planned the jobs in another order, with seats
-    for jobs that come later still.
+    The round may have planned the jobs in another order, with seats for jobs that come later still.
     """
     gpus_of: dict[JobKey, set[Gpu]] = {}
     for host in hosts.values():
         taken = _taken(host, frozenset(coming))
         for resident in [host.residents[key] for key in coming if key in host.residents]:
             there = taken.setdefault(resident.lane, set())
-            free = [index for index in range(host.gpus) if index not in there][: resident.request.gpus]
+            free = host.next_gpus(resident.request.gpus, there)
             there.update(free)
             gpus_of.setdefault(resident.job.key, set()).update(Gpu(host.name, index) for index in free)
     return gpus_of

@@ -341,9 +341,8 @@ class SharingState:
         return self._asked_nodes.get(job.key.id, job.num_nodes)
 
     def admits(self, host: HostState, request: ResourceRequest) -> bool:
-        """Return True if a job may share a host with its residents, and the host's memory holds one more job."""
-        may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
-        return may_share and not host.unmanaged and host.usable and host.has_host_memory_for(request)
+        """Return True if a job may come to a host, as far as others there and the host's memory go."""
+        return host.usable and host.may_share(request, between_users=self.settings.share_between_users)
 
     def seat(self, host: HostState, request: ResourceRequest) -> Seat | None:
         """Return the best seat for a job that comes to a host where it may share, None when it has no room."""
