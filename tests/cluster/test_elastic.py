@@ -83,7 +83,9 @@ def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> No
 
     def runs() -> bool:
         found = cluster.job(job)
-        assert found.get("JobState") in {"RUNNING", "PENDING", "COMPLETING"}, f"{found}\n{cluster.log(job)[:2000]}"
+        assert found.get("JobState") in {"RUNNING", "SUSPENDED", "PENDING", "COMPLETING"}, (
+            f"{found}\n{cluster.log(job)[:2000]}"
+        )
         return f"gres/gpu={gpus}," in found.get("AllocTRES", "") + "," and bool(cluster.lease(job).get("checkpoints"))
 
     try:
