@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, store_or_socket
-from cadenza.slurm_plugin.views.cluster_view import TopView, look
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cadenza.slurm_plugin.service.store.reader import StoreReader
+    from cadenza.slurm_plugin.views.cluster_view import TopView
 
 
 @click.command("top")
@@ -30,11 +30,13 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
     It reads the service's store, which the service's user, its group and root may read; other users get their own jobs
     from the running service. With --json and without --once it prints one line per interval.
     """
+    from cadenza.slurm_plugin.views.cluster_view import look  # noqa: PLC0415 (slow)
+
     with ExitStack() as stack:
         source = store_or_socket(config)
         if not isinstance(source, Path):
             stack.enter_context(source)
-        views = iter((look(source),)) if once else _views(source, interval)
+        views = iter((look(source),)) if once else _views(look, source, interval)
         if as_json:
             for view in views:
                 emit("cadenza.top/1", view)
@@ -45,7 +47,9 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
             show(console(), map(Screen, views), live=not once)
 
 
-def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:
+def _views(
+    look: Callable[[StoreReader | Path], TopView], source: StoreReader | Path, interval: float
+) -> Iterator[TopView]:
     never = threading.Event()
     while True:
         yield look(source)

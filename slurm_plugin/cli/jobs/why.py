@@ -9,7 +9,6 @@ import click
 import msgspec
 
 from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say, store_or_socket
-from cadenza.slurm_plugin.views.job_sentences import lines, summary
 
 if TYPE_CHECKING:
     from cadenza.slurm_plugin.service.store.reader import JobRecord
@@ -28,6 +27,8 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
     Actions that the guard kept in are listed with its rule; in observe-only mode these are the actions that apply
     mode would take. Users who may not read the store get the record of their own jobs from the running service.
     """
+    from cadenza.slurm_plugin.views.job_sentences import lines, summary  # noqa: PLC0415 (slow)
+
     record = _record(job_id, config)
     if not record.exists:
         text = f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record"
