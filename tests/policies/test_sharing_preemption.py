@@ -174,6 +174,27 @@ def test_a_users_word_against_checkpoints_does_not_keep_gpus():
     assert ways(site_of(runs(1, 4, options=Options(checkpoints=False)), waits(2, 4))) == [(2, {1})]
 
 
+@pytest.mark.parametrize(
+    ("held_s", "options", "facts", "believed"),
+    [
+        (601.0, Options(), {}, False),
+        (601.0, Options(checkpoints=True), {}, False),
+        (601.0, Options(checkpoints=False), {}, True),
+        (599.0, Options(), {}, True),
+        (601.0, Options(), {"unready": "its optimizer has not stepped"}, True),
+    ],
+)
+def test_a_job_without_checkpoints_that_did_not_say_so_takes_the_credit_of_its_name(held_s, options, facts, believed):
+    """In a later round too, whatever others of this name keep; not for ever."""
+    breaks = runs(5, 1, "node2", user="bob", options=options, lease={"checkpoints": False, "held_s": held_s, **facts})
+    keeps = runs(6, 1, "node2", user="bob")
+    memory = decide(site_of(breaks, keeps, hosts=("node2",))).memory
+    assert bool(ways(site_of(runs(1, 4, had_h=1.0), waits(2, 4)), memory)) is believed
+    for days, counts in ((13, believed), (15, True)):
+        later = replace(site_of(keeps, hosts=("node2",)), time_s=NOW + days * 24 * HOUR)
+        assert (decide(later, memory).memory.keep_checkpoints["bob/train"] > 0) is counts
+
+
 def test_a_node_that_a_user_asked_for_does_not_keep_gpus():
     assert ways(site_of(runs(1, 4, required_nodes=("node1",)), waits(2, 4))) == [(2, {1})]
 
@@ -359,6 +380,27 @@ def test_its_factor_is_that_of_its_level_once_the_other_has_started_and_its_age_
     assert factors(site_of(floor, started), memory) == {1: int(age - levels)}, "Slurm shows 1, however low the sum is"
     settled = replace(memory, factors={1: -700})
     assert factors(site_of(back, started), settled) == {}, "once is enough"
+
+
+def test_no_room_is_made_for_a_job_that_its_level_brings_to_slurms_least_priority_as_none_comes_back_behind_it():
+    back, move = displaced(2, 9, slurm_priority=1)
+    memory = replace(KNOWN, moves=(replace(move, factor=-8_000, base=100),), factors={2: -7_000})
+    here = site_of(runs(1, 4, had_h=100.0), back)
+    assert ways(here, memory) == []
+    low = replace(back, slurm_priority=2)
+    assert ways(site_of(runs(1, 4, had_h=100.0), low), memory) == [(2, {1})]
+    assert ways(site_of(runs(1, 4), waits(2, 4, slurm_priority=1))) == [(2, {1})], "a new job without age yet"
+
+
+def test_no_room_is_made_for_a_job_before_which_others_come_in_the_same_round():
+    """One that made way for it ten minutes ago gets its own priority back, and Slurm would start that one."""
+    back, move = displaced(1, 2, at_s=NOW - 601, slurm_priority=500)
+    move = replace(move, factor=-8_000, base=9_000)
+    memory = replace(KNOWN, moves=(move,), factors={1: -8_000})
+    here = site_of(runs(3, 4), back, waits(2, 4, slurm_priority=600))
+    assert factors(here, memory)[1] > -8_000 + 100
+    assert ways(here, memory) == []
+    assert ways(here, replace(memory, factors={1: -100})) == [(2, {3})], "it has its priority already, and stays behind"
 
 
 def test_a_job_that_others_requeued_waits_as_it_was_submitted():
