@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Plan, Server
 from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, SetFactor, Tune, Unpack
-from cadenza.policies.core.amounts import NOTHING, Amount, less, more
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
 from cadenza.policies.ordering.ranking import Order, Queue, Ranking, arrival, starving_first
 from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
+from cadenza.policies.sharing.board.node_room import lane0, left_beside
 from cadenza.policies.sharing.placement.host_division import caches_mb
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS
 from cadenza.policies.sharing.state.groups import standing
@@ -181,17 +181,9 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
 
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:
     """Return the managed nodes that can run jobs, less what ``others`` (unmanaged jobs) have there, by name."""
-    taken: dict[str, Amount] = {}
-    for job in others:
-        for name, amount in job.amounts.items():
-            taken[name] = more(taken.get(name, NOTHING), amount)
-    servers = []
-    for node in nodes:
-        if node.lane == 0 and node.up and not node.drained and not partitions.isdisjoint(node.partitions):
-            left = less((node.gpus, node.cpus, node.memory_mb), taken.get(node.name, NOTHING))
-            if min(left) > 0:
-                servers.append(Server(node.name, *left, node.gpu_type))
-    return tuple(sorted(servers))
+    ours = [node for node in lane0(nodes) if not partitions.isdisjoint(node.partitions)]
+    left = left_beside(others, ours)
+    return tuple(sorted(Server(n.name, *left[n.name], n.gpu_type) for n in ours if min(left[n.name]) > 0))
 
 
 def _wants_gpus(job: Job) -> bool:

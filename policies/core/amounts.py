@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 Amount: TypeAlias = tuple[int, int, int]
 """GPUs, CPUs and MB."""
-NOTHING: Amount = (0, 0, 0)
 
 
 def fits(need: Sequence[int], free: Sequence[int]) -> bool:

@@ -16,6 +16,21 @@ from cadenza.policies.core.idle_gpus import suits
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 
 
+def lane0(nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes of lane 0 that are up and not drained."""
+    return [node for node in nodes if node.lane == 0 and node.up and not node.drained]
+
+
+def left_beside(jobs: Iterable[Job], nodes: Iterable[Node]) -> dict[str, Amount]:
+    """Return the amount of each node that these jobs leave free, whatever else runs there."""
+    left = {node.name: (node.gpus, node.cpus, node.memory_mb) for node in nodes}
+    for job in jobs:
+        for name, amount in job.amounts.items():
+            if name in left:
+                left[name] = less(left[name], amount)
+    return left
+
+
 class NodeRequest(NamedTuple):
     """Resources that a job needs on each of so many nodes, and what rules nodes out; equal requests fit alike."""
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
+from cadenza.policies.sharing.board.node_room import lane0, left_beside
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 MAX_WAIT_S = 86400.0
@@ -28,7 +30,8 @@ class Lane0Queue:
     def __init__(self, snapshot: ClusterSnapshot, settings: SharingSettings) -> None:
         waiting = [job for job in snapshot.jobs if _is_next(job, snapshot.time_s) and not settings.manages(job)]
         nodes = [node for node in snapshot.nodes if node.lane == 0]
-        free = _free_of_unmanaged(snapshot.jobs, nodes, settings) if waiting else {}
+        unmanaged = (job for job in snapshot.jobs if waiting and not settings.manages(job))
+        free = left_beside(unmanaged, lane0(nodes))
         counted: defaultdict[str, list[Job]] = defaultdict(list)
         fits: dict[tuple[str, int, int], bool] = {}
         for job in waiting:
@@ -68,20 +71,11 @@ def _is_next(job: Job, now_s: float) -> bool:
     return now_s - since_s < limits_s.get(job.state_reason, 0.0)
 
 
-def _free_of_unmanaged(jobs: Iterable[Job], nodes: Iterable[Node], settings: SharingSettings) -> Mapping[str, int]:
-    """Return the GPUs that each node of lane 0 would have without the jobs that share."""
-    free = {node.name: node.gpus if node.up and not node.drained else 0 for node in nodes}
-    for job in jobs:
-        if job.nodes and not settings.manages(job):
-            for name, (gpus, *_) in job.amounts.items():
-                if name in free:
-                    free[name] -= gpus
-    return free
-
-
-def _fits(job: Job, nodes: Iterable[Node], free: Mapping[str, int]) -> bool:
-    each, *_ = job.part(max(job.num_nodes, 1))
-    return sum(free[node.name] >= each for node in nodes if job.partition in node.partitions) >= max(job.num_nodes, 1)
+def _fits(job: Job, nodes: Iterable[Node], free: Mapping[str, Amount]) -> bool:
+    count = max(job.num_nodes, 1)
+    gpus, *_ = job.part(count)
+    here = (free[node.name][0] for node in nodes if node.name in free and job.partition in node.partitions)
+    return sum(left >= gpus for left in here) >= count
 
 
 def _users_within_their_part(jobs: Iterable[Job], partition: str, nodes: Iterable[Node]) -> frozenset[str]:
