@@ -49,10 +49,6 @@ class AgentSettings(msgspec.Struct, frozen=True):
         Meta(description="Longest wait of a starting job for its first lease, once the host has memory for it", ge=0),
     ] = 600.0
     host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
-    yield_timeout_s: Annotated[
-        float,
-        Meta(description="Longest wait for the boundary when the agent itself asks a job to yield", gt=0),
-    ] = 60.0
     memory_margin: Annotated[
         float,
         Meta(description="Free host memory that a yield needs, as a multiple of the state it moves there", ge=1),

@@ -437,6 +437,8 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     opt in."""
     min_run_s: Seconds = 5.0
     """Least time for which a job keeps a new lease, unless a higher priority or an exclusive job takes it."""
+    yield_timeout_s: Seconds = 60.0
+    """Longest wait for a job to reach its boundary when the agent itself stops it."""
     suspends: bool = False
     """True if the service suspends each job in Slurm that has yielded here: until then its GPUs go to no other."""
     lanes: Annotated[tuple[LaneOrder, ...], Meta(max_length=MAX_LANES)] | None = None

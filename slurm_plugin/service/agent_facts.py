@@ -75,6 +75,7 @@ def facts_of(
             rules.share_between_users,
             enforce,
             rules.min_run_s,
+            settings.sharing.yield_timeout_s,
             suspends=suspending and host not in leaving,
             lanes=lane_orders(snapshot, by_name[host], opens=not killed) if host in by_name else None,
             memory_mb=lane_0_mb.get(host, 0) if guarded else 0,

@@ -122,7 +122,7 @@ def test_a_refusal_leaves_the_job_running_and_is_named(quick: Agent) -> None:
 
 
 def test_a_rank_that_does_not_come_is_given_up(new_agent: Callable[..., Agent]) -> None:
-    agent = facts(new_agent(yield_timeout_s=0.3))
+    agent = facts(new_agent(), yield_timeout_s=0.3)
     agent.rank(1, "--gpus", "[0]", "--deaf").wait_for("run")
     agent.rank(2, "--gpus", "[0]")
     until(lambda: "stop withdrawn JOBID=1 timeout: 1 of 1 had not arrived" in agent.log(), "a time-out")

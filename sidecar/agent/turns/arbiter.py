@@ -64,7 +64,7 @@ class Arbiter:
     def settle(self) -> None:
         """Give out free GPUs, and ask jobs to yield whose turn, or whose pack, is over."""
         # 1. The same pure function as in the service decides who is next.
-        facts, timeout_s = self.host.facts, self.host.settings.yield_timeout_s
+        facts = self.host.facts
         divided = self.host.divided
         for one in self.host.leases:
             self.host.run(one.key).divided = divided if one.gpus else ""
@@ -94,7 +94,7 @@ class Arbiter:
         for key in turn.yields:
             if (lease := self.host.leases.get(key)) is not None:
                 with self.host.supervise(key, "stopping it"):
-                    self.coordinator.stop(lease, "turn" if displace else "exclusive", timeout_s)
+                    self.coordinator.stop(lease, "turn" if displace else "exclusive", facts.yield_timeout_s)
         # 4. All but one job of a pack that is over yield, the last to come first; multi-node jobs wait for the service.
         for lease in sorted(self.host.leases, key=lambda one: (one.held_since_s, one.key), reverse=True):
             if (
@@ -103,7 +103,7 @@ class Arbiter:
                 and lease.state == "held"
                 and any(other.state == "held" for other in self.host.leases.blockers(lease))
             ):
-                self.coordinator.stop(lease, "unpack", timeout_s)
+                self.coordinator.stop(lease, "unpack", facts.yield_timeout_s)
         self._settled = self.host.leases.changed
 
     def waiting_reason(self, lease: Lease) -> str:

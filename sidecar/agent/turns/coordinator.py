@@ -245,7 +245,7 @@ class StopCoordinator:
             return
         run.note = f"{loss}; all its ranks stop at one boundary"
         log.warning("runs without a lease JOBID=%s: %s", lease.key, run.note)
-        run.stop = UnleasedStop(self.host.next_order(), "unleased", now, self.host.settings.yield_timeout_s)
+        run.stop = UnleasedStop(self.host.next_order(), "unleased", now, self.host.facts.yield_timeout_s)
 
     def _save_if_gpus_failed(self, lease: Lease, run: JobRun) -> None:
         """Have a job that is out save a checkpoint from host memory when the driver says that a GPU of it has failed.

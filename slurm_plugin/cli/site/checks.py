@@ -74,14 +74,11 @@ def configuration(facts: Facts) -> Iterator[Finding]:
     yield Finding("OK", "configuration", f"mode {table.service.mode}")
     if not table.guard.partitions:
         yield Finding("WARN", "partitions", "none is managed", 'name some: [guard] partitions = ["…"]')
-    slice_s = table.sharing.slice_s
-    for name, timeout_s in (("sharing", table.sharing.yield_timeout_s), ("agent", table.agent.yield_timeout_s)):
-        if timeout_s > MAX_SLICES_TO_STOP * slice_s:
-            seen = (
-                f"{timeout_s:g} s exceed {MAX_SLICES_TO_STOP} slices of {slice_s:g} s: a job that stops late wins time"
-            )
-            advice = f"set it to at most {MAX_SLICES_TO_STOP * slice_s:g}, and to more than the longest iteration"
-            yield Finding("WARN", f"{name}.yield_timeout_s", seen, advice)
+    slice_s, timeout_s = table.sharing.slice_s, table.sharing.yield_timeout_s
+    if timeout_s > MAX_SLICES_TO_STOP * slice_s:
+        seen = f"{timeout_s:g} s exceed {MAX_SLICES_TO_STOP} slices of {slice_s:g} s: a job that stops late wins time"
+        advice = f"set it to at most {MAX_SLICES_TO_STOP * slice_s:g}, and to more than the longest iteration"
+        yield Finding("WARN", "sharing.yield_timeout_s", seen, advice)
 
 
 def keys(facts: Facts) -> Iterator[Finding]:
