@@ -250,7 +250,9 @@ def test_facts_per_host() -> None:
         ),
         hosts=(Host("n1", agent_alive=True), Host("n2", agent_alive=True), Host("n3", agent_alive=True)),
     )
-    facts = facts_of(snapshot, APPLY, frozenset({JobKey(2, 0)}))
+    settings = msgspec.structs.replace(APPLY, sharing=replace(APPLY.sharing, yield_timeout_s=7.0))
+    facts = facts_of(snapshot, settings, frozenset({JobKey(2, 0)}))
+    assert facts["n1"].yield_timeout_s == 7.0
     assert [(f.job, f.managed, f.hosts, f.suspended) for f in facts["n1"].jobs] == [
         (1, True, 2, False),
         (2, False, 1, True),
