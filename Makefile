@@ -9,7 +9,7 @@ SLURM ?= 26.05
 export SLURM
 DEBS := dist/debs$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
-.PHONY: install demo test test-fast test-guide test-metrics test-packages test-sites test-slurm test-vm measure faults soak fuzz lint wheels debs rpms docs clean
+.PHONY: install demo test test-fast test-guide test-metrics test-packages test-sites test-slurm test-upgrade test-vm measure faults soak fuzz lint wheels debs rpms docs clean
 
 install: $(BIN)/.installed
 
@@ -53,6 +53,12 @@ $(BIN)/.ansible: $(BIN)/.installed
 # those of the page on wheels: make test-guide WAY=wheels
 test-guide: install
 	WAY=$(WAY) $(BIN)/python -m pytest tests/guide -m packages -x
+
+# Slurm 24.11 becomes 26.05 by Debian's packages, under running jobs.
+test-upgrade: install
+	packaging/debs dist/debs
+	SLURM=24.11 packaging/debs dist/debs-24.11
+	WAY=upgrade SLURM=24.11 $(BIN)/python -m pytest tests/guide/test_slurm_upgrade.py -m packages
 
 # A site's rarer cases on the container cluster, too long for a ring.
 test-sites: install
