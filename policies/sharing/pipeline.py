@@ -78,8 +78,8 @@ STAGES: tuple[Stage, ...] = (
         "alone holders yields resumes leaving giving_back fixed turn_reasons memory",
     ),
     # Slurm's queue, and room in it
+    Stage(make_way, "leaving giving_back", "ways placement_reasons waiting_reasons memory", PREEMPTION),
     Stage(set_factors, "memory", "factors", PREEMPTION),
-    Stage(make_way, "factors leaving giving_back", "ways placement_reasons waiting_reasons memory", PREEMPTION),
     Stage(list_pending, "memory stranded", "pending queued placement_reasons", PLACES | UNSHARED),
     Stage(shrink_for_pending, "packed pending queued", MOVES, GANDIVA, "elastic"),
     Stage(open_defragmentation, "", "make_room", GANDIVA, "defrag"),

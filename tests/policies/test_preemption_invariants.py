@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, lease, node
 
@@ -142,35 +142,6 @@ def test_jobs_come_back_behind_the_one_that_they_make_way_for(seed, order):
     for way in ways:
         for key, factor in zip(way.jobs, way.factors, strict=True):
             assert snapshot.by_key[key].slurm_priority + factor < snapshot.by_key[way.for_job].slurm_priority
-
-
-@given(st.integers(0, 2**32), st.sampled_from(ORDERS))
-@example(41, "levels")
-def test_room_is_made_by_the_priorities_that_the_same_round_sets(seed, order):
-    """Once they have come, the same jobs make way for the same ones; else a third job takes the room, and so on."""
-    rng = Random(seed)  # noqa: S311
-    snapshot, memory = snapshot_of(rng)
-    queue = {one.key.id: one for one in snapshot.jobs if one.state == "PENDING" and one.options is not None}
-    back = {number: replace(one, key=JobKey(number, 1)) for number, one in queue.items() if rng.random() < 0.5}
-    moves = [
-        Move(
-            JobKey(number, 0), (), "", Over(NOW - rng.choice((30.0, 700.0, 9e4)), "was requeued"),
-            for_job=rng.choice([one.key for one in snapshot.jobs]), factor=-9_000, base=rng.randint(1, 20_000),
-        )
-        for number in back
-    ]  # fmt: skip
-    snapshot = replace(snapshot, jobs=tuple(back.get(one.key.id, one) for one in snapshot.jobs))
-    had = dict.fromkeys(back, -9_000)
-    memory = replace(memory, moves=(*memory.moves, *moves), factors=had)
-    decide = build(order, "none", "preemption", RULES).decide
-    actions = decide(snapshot, memory).actions
-    new = {one.job.id: one.factor for one in actions if isinstance(one, SetFactor)}
-    points = {number: factor - had.get(number, 0) for number, factor in new.items()}
-    jobs = (
-        replace(one, slurm_priority=max(one.slurm_priority + points.get(one.key.id, 0), 1)) for one in snapshot.jobs
-    )
-    later = decide(replace(snapshot, jobs=tuple(jobs)), replace(memory, factors=had | new)).actions
-    assert [one for one in later if isinstance(one, MakeWay)] == [one for one in actions if isinstance(one, MakeWay)]
 
 
 @given(st.integers(0, 2**32), st.sampled_from(ORDERS))

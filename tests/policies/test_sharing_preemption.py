@@ -382,27 +382,6 @@ def test_its_factor_is_that_of_its_level_once_the_other_has_started_and_its_age_
     assert factors(site_of(back, started), settled) == {}, "once is enough"
 
 
-def test_no_room_is_made_for_a_job_that_its_level_brings_to_slurms_least_priority_as_none_comes_back_behind_it():
-    back, move = displaced(2, 9, slurm_priority=1)
-    memory = replace(KNOWN, moves=(replace(move, factor=-8_000, base=100),), factors={2: -7_000})
-    here = site_of(runs(1, 4, had_h=100.0), back)
-    assert ways(here, memory) == []
-    low = replace(back, slurm_priority=2)
-    assert ways(site_of(runs(1, 4, had_h=100.0), low), memory) == [(2, {1})]
-    assert ways(site_of(runs(1, 4), waits(2, 4, slurm_priority=1))) == [(2, {1})], "a new job without age yet"
-
-
-def test_no_room_is_made_for_a_job_before_which_others_come_in_the_same_round():
-    """One that made way for it ten minutes ago gets its own priority back, and Slurm would start that one."""
-    back, move = displaced(1, 2, at_s=NOW - 601, slurm_priority=500)
-    move = replace(move, factor=-8_000, base=9_000)
-    memory = replace(KNOWN, moves=(move,), factors={1: -8_000})
-    here = site_of(runs(3, 4), back, waits(2, 4, slurm_priority=600))
-    assert factors(here, memory)[1] > -8_000 + 100
-    assert ways(here, memory) == []
-    assert ways(here, replace(memory, factors={1: -100})) == [(2, {3})], "it has its priority already, and stays behind"
-
-
 def test_a_job_that_others_requeued_waits_as_it_was_submitted():
     back, move = displaced(1, 2)
     later = replace(back, key=JobKey(1, 2))

@@ -21,7 +21,7 @@ from cadenza.policies.sharing.preemption.join_idle import can_join, join_idle_gp
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
-from cadenza.policies.sharing.preemption.waiting_jobs import LEAST_PRIORITY, waiting_jobs
+from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
 from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.slurm.backfill import Future
@@ -50,9 +50,7 @@ class Way(NamedTuple):
 def make_way(state: SharingState) -> None:
     """Let running jobs of a worse level make way for the first jobs of Slurm's queue that wait for resources."""
     note_checkpoints(state)
-    had = state.memory.factors
-    changes = {one.job.id: one.factor - had.get(one.job.id, 0) for one in state.factors}
-    queue = waiting_jobs(state.snapshot, changes) if state.settings.partitions else []
+    queue = waiting_jobs(state.snapshot) if state.settings.partitions else []
     if reason := powerless_reason(state.snapshot.site):
         state.placement_reasons.update({job.key: reason for job in queue})
         return
@@ -166,9 +164,7 @@ class _Walk:
             return None
         if len(self.ways) == MAX_WAYS or self.tries == MAX_TRIES or self._would_get_it(job, request):
             return None
-        again_s = state.memory.made_way.get(job.key.id, -inf) + AGAIN_S
-        lowest = job.slurm_priority <= LEAST_PRIORITY and job.key.id in state.memory.factors
-        if state.now_s < again_s or lowest:  # behind a job that its level has brought so low nobody can come back
+        if state.now_s < state.memory.made_way.get(job.key.id, -inf) + AGAIN_S:
             return None
         self.tries += 1
         self.free = self.free or list(room.free.values())

@@ -8,9 +8,6 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 from cadenza.policies.core.idle_gpus import queues_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.policies.sharing.state.site_limits import Limits
@@ -20,18 +17,11 @@ MAX_TESTED = 100
 50 jobs in the queue no decision differed, and the pass that proves a way takes time for each job before it."""
 PRIORITY_BITS = 32
 """Bits of a priority in Slurm."""
-LEAST_PRIORITY = 1
-"""Slurm's priorities never fall below this, whatever the factors; of equals the job with the lower id goes first."""
 
 
-def waiting_jobs(snapshot: ClusterSnapshot, changes: Mapping[int, int], most: int = MAX_TESTED) -> list[Job]:
-    """Return the first jobs of Slurm's queue that wait for GPUs only, whoever's they are, in Slurm's order.
-
-    ``changes``: points by which this round changes priorities, by job id.
-    """
+def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]:
+    """Return the first jobs of Slurm's queue that wait for GPUs only, whoever's they are, in Slurm's order."""
     pending = [job for job in snapshot.jobs if job.state == "PENDING"]
-    if changes:
-        pending = [_changed(job, changes.get(job.key.id, 0)) for job in pending]
     limits, now_s, site = Limits(pending), snapshot.time_s, snapshot.site
     any_met = limits.any_met
     waiting = [
@@ -46,9 +36,3 @@ def waiting_jobs(snapshot: ClusterSnapshot, changes: Mapping[int, int], most: in
     last = sorted(places, reverse=True)[most - 1] if len(places) > most else 0
     first = [(-place, job.key, job) for place, job in zip(places, waiting, strict=True) if place >= last]
     return [job for *_, job in sorted(first)[:most]]
-
-
-def _changed(job: Job, points: int) -> Job:
-    if not points or not job.slurm_priority:  # 0: held
-        return job
-    return replace(job, slurm_priority=max(job.slurm_priority + points, LEAST_PRIORITY))
