@@ -414,6 +414,7 @@ def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
     assert (result.exit_code, "scontrol is not installed here" in result.output) == (3, True)
 
 
+@pytest.mark.slow
 def test_the_page_is_that_of_a_what_if_of_the_runs_watched(slurm, tmp_path):
     now_s = SystemClock().now()
     record = begin("w5plain", None, now_s - 50_000.0)

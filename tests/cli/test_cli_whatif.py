@@ -542,6 +542,7 @@ def test_the_wait_of_a_job_that_cadenza_held_counts_from_its_submission():
     assert [run.submit_s - 10**6 for run in runs] == [500, 0]
 
 
+@pytest.mark.slow
 def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     asleep = [node(name, "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]) for name in ("d1", "d2")]
     files = [tmp_path / "jobs.json", tmp_path / "nodes.json"]

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable
 
 import checkpoint_kills
+import pytest
 
 
+@pytest.mark.slow
 def test_kills_at_random_points_of_a_save_lose_nothing_that_was_complete(measured: Callable[[str], None]) -> None:
     command = [sys.executable, checkpoint_kills.__file__, "--kills", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

@@ -226,7 +226,8 @@ sys.stderr.write(f"steps {process.current().step if process else 0}\\n")
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_step_is_the_same_program_and_still_a_boundary(backend: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILED)
     plain = [sys.executable, "train.py", backend]
@@ -271,6 +272,7 @@ if cadenza == "with": sys.stderr.write(f"steps {session.step} {session.samples}\
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["inside", "whole"])
 def test_a_boundary_inside_a_compiled_step_follows_it_and_adds_nothing_to_the_program(
     kind: str, tmp_path: Path

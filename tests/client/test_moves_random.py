@@ -10,6 +10,7 @@ import random_moves
 MOVES = 50
 
 
+@pytest.mark.slow
 def test_fifty_moves_at_random_boundaries_leave_a_training_bit_identical(tmp_path: Path) -> None:
     played = random_moves.play(tmp_path, MOVES, seed=1)
     assert played.moves == MOVES

@@ -150,6 +150,7 @@ def order(rank: Rank) -> dict[str, object]:
     return rank.hear("checkpointed")
 
 
+@pytest.mark.slow
 def test_a_script_with_a_resume_flag_is_moved_with_its_own_checkpoint(peer: Peer, tmp_path: Path) -> None:
     options = ["--saves", "out/ckpt.pt", "--resume-arg", "--init_from={path}"]
     with training(peer, tmp_path, options):
@@ -168,6 +169,7 @@ def test_a_script_with_a_resume_flag_is_moved_with_its_own_checkpoint(peer: Peer
     assert "not moved again" not in errors
 
 
+@pytest.mark.slow
 def test_one_that_does_not_open_its_checkpoint_is_reported(peer: Peer, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/ckpt.pt").write_text("a checkpoint")
@@ -176,6 +178,7 @@ def test_one_that_does_not_open_its_checkpoint_is_reported(peer: Peer, tmp_path:
         assert "without having restored" in peer.rank().hear("unrestored")["reason"]
 
 
+@pytest.mark.slow
 def test_a_signal_has_the_script_save_for_the_order(peer: Peer, tmp_path: Path) -> None:
     with training(peer, tmp_path, ["--saves", "out", "--save-signal", "USR1"], ["--handler"]):
         answer = order(peer.rank())
