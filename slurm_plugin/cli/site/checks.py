@@ -307,8 +307,8 @@ def lanes(facts: Facts) -> Iterator[Finding]:
     for node in facts.cluster.nodes:
         hosts[node.host].append(node)
     theirs = _all_hosts(facts, facts.others.values()) - _all_hosts(facts, [facts.settings])
-    shared = {host: nodes for host, nodes in sorted(hosts.items()) if any(node.lane for node in nodes)}
-    shared = {host: nodes for host, nodes in shared.items() if host not in theirs}
+    ours = ((host, nodes) for host, nodes in sorted(hosts.items()) if host not in theirs)
+    shared = {host: nodes for host, nodes in ours if any(node.lane for node in nodes)}
     if not shared and _shares_without_lanes(facts):
         yield Finding("OK", "lanes", "one a host: jobs that keep checkpoints make way by leaving")
     elif not shared:

@@ -108,13 +108,13 @@ def gather(config: Path | None) -> Facts:
     return Facts(
         settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting,
         attempt("json", json_format) if slurm is not None else None,
-        cluster, attempt("recorded", lambda: _recorded(settings)),
+        cluster, attempt("recorded", lambda: getattr(_stored(settings, StoreReader.round), "snapshot", None)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
-        attempt("store", lambda: _store_faults(settings)) or (),
+        attempt("store", lambda: _stored(settings, StoreReader.faults)) or (),
         attempt("state", lambda: _full((slurm or {}).get("StateSaveLocation", ""))) or False,
         attempt("file limit", lambda: _file_limit(settings)),
-        attempt("largest state", lambda: _largest_state(settings)),
+        attempt("largest state", lambda: _stored(settings, StoreReader.largest_state)),
         guard_settings(settings).killed,
         Controllers(socket.gethostname()).standby_reason() if slurm is not None else "",
         dict(_others(config or DEFAULT_PATH)),
@@ -134,25 +134,14 @@ def _others(own: Path) -> Iterator[tuple[str, Settings | str]]:
                 yield str(path), settings
 
 
-def _recorded(settings: Settings) -> ClusterSnapshot | None:
+def _stored(settings: Settings, read: Callable[[StoreReader], T]) -> T:
     with StoreReader(Path(settings.service.store)) as reader:
-        last = reader.round()
-    return last.snapshot if last else None
-
-
-def _store_faults(settings: Settings) -> tuple[str, ...]:
-    with StoreReader(Path(settings.service.store)) as reader:
-        return reader.faults()
+        return read(reader)
 
 
 def _full(folder: str) -> bool:
     """Return True for a folder of this machine without room; a login host has none of this name."""
     return folder != "" and Path(folder).is_dir() and shutil.disk_usage(folder).free < FULL_BYTES
-
-
-def _largest_state(settings: Settings) -> LargestState | None:
-    with StoreReader(Path(settings.service.store)) as reader:
-        return reader.largest_state()
 
 
 def _keys(settings: Settings) -> tuple[KeyFile, ...]:
