@@ -238,9 +238,8 @@ class SharingState:
         if self._by_gpu is None:
             self._by_gpu = defaultdict(list)
             for place, job in enumerate(self.leased):
-                if job.lease is not None:
-                    for gpu in job.lease.gpus:
-                        self._by_gpu[gpu].append((place, job))
+                for gpu in job.leased_gpus:
+                    self._by_gpu[gpu].append((place, job))
         return self._by_gpu
 
     def sharers_of(self, job: Job) -> list[Job]:
@@ -275,7 +274,7 @@ class SharingState:
         if job.lease is not None and job.lease.state == "waiting" and not job.lease.step:
             return False
         host_of = self.snapshot.host_of
-        known = {gpu.host for gpu in job.lease.gpus} if job.lease is not None else set()
+        known = {gpu.host for gpu in job.leased_gpus}
         blind = {host_of.get(name, name) for name in job.nodes} - known
         return bool(blind) and any(
             other.state == "RUNNING"

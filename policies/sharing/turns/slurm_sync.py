@@ -204,7 +204,7 @@ def _alone(state: SharingState) -> dict[JobKey, Lease]:
     found: dict[JobKey, Lease] = {}
     if state.further:
         return found
-    gpus = [gpu for job in state.leased if job.lease is not None for gpu in job.lease.gpus]
+    gpus = [gpu for job in state.leased for gpu in job.leased_gpus]
     by_gpu = state.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
     for job in state.jobs.values():
         lease = job.lease
