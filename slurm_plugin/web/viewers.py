@@ -18,7 +18,7 @@ OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 lead here (DNS rebinding), and would read what it gets; it cannot change the name in the request."""
 
 
-class RefusedError(Exception):
+class PageRefusedError(Exception):
     """A request without an answer: the HTTP status, and the reason for the person."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -46,7 +46,7 @@ class Viewers:
         self._proxy_uid = proxy_uid
 
     def viewer(self, request: Request) -> Viewer:
-        """Return the person; raise RefusedError for a request that no honest browser or proxy sends.
+        """Return the person; raise PageRefusedError for a request that no honest browser or proxy sends.
 
         It may ask Slurm, and so belongs into a thread.
         """
@@ -54,11 +54,11 @@ class Viewers:
         if uid is None or uid != self._proxy_uid:
             host = request.headers.get("host", "")
             if re.sub(r":\d{1,5}$", "", host) not in OWN_NAMES:
-                raise RefusedError(421, "open this page as http://localhost")
+                raise PageRefusedError(421, "open this page as http://localhost")
             return Viewer() if uid is None else self._access.of_uid(uid)
         names = request.headers.getlist(USER_HEADER)
         if not names:
             return Viewer()
         if len(names) > 1 or not NAME.fullmatch(names[0]):  # a proxy that lets the browser's own header pass
-            raise RefusedError(400, f"{USER_HEADER} is not the name of one user")
+            raise PageRefusedError(400, f"{USER_HEADER} is not the name of one user")
         return self._access.of_name(names[0])

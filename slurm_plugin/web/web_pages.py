@@ -27,7 +27,7 @@ from cadenza.slurm_plugin.views.job_sentences import effect_sentence, sections, 
 from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet
 from cadenza.slurm_plugin.web.gpu_grid import HostSquares, PartitionRow, partition_rows, squares
 from cadenza.slurm_plugin.web.timelines import Stretch, axis, columns, timeline
-from cadenza.slurm_plugin.web.viewers import RefusedError
+from cadenza.slurm_plugin.web.viewers import PageRefusedError
 
 HOUR_S = 3600.0
 HOSTS_A_PAGE = 64
@@ -95,14 +95,14 @@ class Site:
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     def seen(self, reader: StoreReader) -> Seen:
-        """Return the last round; raise RefusedError before the first."""
+        """Return the last round; raise PageRefusedError before the first."""
         now_s = self.clock.now()
         key = reader.last_number(), int(now_s // STALE_AFTER_S)  # the view says for how long no round has followed
         with self._busy:
             kept = self._seen
             if kept is None or kept[0] != key:
                 if (last := reader.round()) is None:
-                    raise RefusedError(503, NO_ROUND)
+                    raise PageRefusedError(503, NO_ROUND)
                 self._seen = kept = key, _seen(last, view_of(reader, last, now_s))
         return kept[1]
 
@@ -145,9 +145,9 @@ def job(site: Site, reader: StoreReader, asked: Question) -> Page:
     owner = reader.owner(number, last)
     record = reader.job_record(number, MAX_ROWS, last)
     if not asked.viewer.everything and (owner is None or not asked.viewer.may_read(*owner)):
-        raise RefusedError(404, f"job {number}: nothing on record of a job of yours")
+        raise PageRefusedError(404, f"job {number}: nothing on record of a job of yours")
     if not record.exists:
-        raise RefusedError(404, f"job {number}: nothing on record; Cadenza never saw it or has deleted its record")
+        raise PageRefusedError(404, f"job {number}: nothing on record; Cadenza never saw it or has deleted its record")
     # 1. When it had its GPUs, also those that it has now.
     rows = [*reader.leases(job=number, limit=1000), *(row for row in _current(last) if row.job == number)]
     stretches = [Stretch(_place(row), row.from_s, row.to_s, 1, _stretch_text(row, _place(row))) for row in rows]
@@ -179,7 +179,7 @@ def host(site: Site, reader: StoreReader, asked: Question) -> Page:
     last = seen.last
     nodes = [node for node in last.snapshot.nodes if node.host == asked.name]
     if not nodes:
-        raise RefusedError(404, "Slurm has no host of this name")
+        raise PageRefusedError(404, "Slurm has no host of this name")
     since_s = last.at_s - HOUR_S
     rows = [*reader.leases(since_s, host=asked.name), *(row for row in _current(last) if row.host == asked.name)]
     past: dict[int, tuple[str, str]] = {}
@@ -212,7 +212,7 @@ def turns(site: Site, reader: StoreReader, asked: Question) -> Page:
     names = sorted({name for node in last.snapshot.nodes if node.gpus for name in node.partitions})
     chosen = asked.query.get("partition", "")
     if chosen and chosen not in names:
-        raise RefusedError(404, "Slurm has no partition with GPUs of this name")
+        raise PageRefusedError(404, "Slurm has no partition with GPUs of this name")
     hosts = {node.host for node in last.snapshot.nodes if not chosen or chosen in node.partitions}
     rows = [row for row in reader.switches(since_s, limit=100_000) if row.host in hosts]
     kinds = []
@@ -238,15 +238,15 @@ def report(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the effect of sharing: for the whole site, or for the jobs of a viewer."""
     period = asked.query.get("since", "7d")
     if period not in PERIODS:
-        raise RefusedError(404, f"no such time; there are {', '.join(PERIODS)}")
+        raise PageRefusedError(404, f"no such time; there are {', '.join(PERIODS)}")
     if not asked.viewer.user and not asked.viewer.everything:
-        raise RefusedError(403, "the report is about jobs of users, and this page does not know who you are")
+        raise PageRefusedError(403, "the report is about jobs of users, and this page does not know who you are")
     user = None if asked.viewer.everything else asked.viewer.user
     now_s = site.clock.now()
     try:
         found = gather(reader, now_s - PERIODS[period] * 24 * HOUR_S, now_s, user)
     except InputError:  # its words name other users
-        raise RefusedError(404, f"nothing on record in the last {period}") from None
+        raise PageRefusedError(404, f"nothing on record in the last {period}") from None
     content = sheet(found, "What sharing changed" + (f" for {user}" if user else ""))
     return Page("report.html", {"sheet": content, "period": period, "periods": PERIODS}, keep_s=KEEP_REPORT_S)
 
@@ -262,11 +262,11 @@ def whatifs(site: Site, reader: StoreReader, asked: Question) -> Page:
 
 
 def saved_page(site: Site, asked: Question) -> bytes:
-    """Return a saved page as it is; raise RefusedError for any other file."""
+    """Return a saved page as it is; raise PageRefusedError for any other file."""
     _only_everything(asked.viewer)
     path = site.whatifs / asked.name if site.whatifs is not None and WHATIF.fullmatch(asked.name) else None
     if path is None or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PAGE:
-        raise RefusedError(404, "no saved page of this name")
+        raise PageRefusedError(404, "no saved page of this name")
     return path.read_bytes()
 
 
@@ -307,12 +307,12 @@ def _stretch_text(row: LeaseRow, name: str) -> str:
 
 
 def _number(text: str) -> int:
-    """Return a number of a request; raise RefusedError for other text."""
+    """Return a number of a request; raise PageRefusedError for other text."""
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII):
-        raise RefusedError(404, "this is no number")
+        raise PageRefusedError(404, "this is no number")
     return int(text)
 
 
 def _only_everything(viewer: Viewer) -> None:
     if not viewer.everything:
-        raise RefusedError(403, "saved what-ifs name users: they are for those who may read the service's store")
+        raise PageRefusedError(403, "saved what-ifs name users: they are for those who may read the service's store")

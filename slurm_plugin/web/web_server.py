@@ -24,7 +24,7 @@ from cadenza.slurm_plugin.report.draw import DARK, LIGHT
 from cadenza.slurm_plugin.report.units import NARROW
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.web import web_pages
-from cadenza.slurm_plugin.web.viewers import PeerProtocol, RefusedError, Viewers
+from cadenza.slurm_plugin.web.viewers import PageRefusedError, PeerProtocol, Viewers
 from cadenza.slurm_plugin.web.web_pages import PageMaker, Question, Site
 
 MAX_KEPT, MAX_CONNECTIONS = 256, 512
@@ -44,7 +44,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATIC = {"web.css": "text/css", "web.js": "text/javascript", "icon.svg": "image/svg+xml"}
-NO_PAGE = RefusedError(404, "no page here")
+NO_PAGE = PageRefusedError(404, "no page here")
 WORDS = ("page", "partition", "since")
 """Words of a query that change a page; any other would only have the same page made anew."""
 MENU = {"": "Now", "turns": "Turns", "report": "Report", "whatif": "What-ifs"}
@@ -79,7 +79,7 @@ class Server:
             ],
             exception_handlers={
                 404: lambda request, _: _refused(request, NO_PAGE),
-                RefusedError: _refused,
+                PageRefusedError: _refused,
                 StoreError: _refused,
             },
         )
@@ -102,7 +102,7 @@ class Server:
                 page = make(self._site, reader, asked)
             status, keep_s = 200, page.keep_s
             body = rendered(page.template, request, viewer=asked.viewer, refresh=page.refresh_s, **page.values)
-        except RefusedError as error:
+        except PageRefusedError as error:
             status, keep_s = error.status, web_pages.KEEP_S
             body = rendered("problem.html", request, viewer=asked.viewer, status=status, reason=str(error))
         return Kept(self._site.clock.monotonic() + keep_s, status, body)
@@ -178,11 +178,11 @@ def _to_job(request: Request) -> Response:
     """Lead from the form in the head of each page to a job's page."""
     number = request.query_params.get("id", "").strip()
     if not number.isascii() or not number.isdigit():
-        raise RefusedError(404, "this is no number of a job")
+        raise PageRefusedError(404, "this is no number of a job")
     return RedirectResponse(f"jobs/{int(number[:10])}", 303, HEADERS)
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, RefusedError) else 503
-    reason = str(error) if isinstance(error, RefusedError) else "the service's record cannot be read"
+    status = error.status if isinstance(error, PageRefusedError) else 503
+    reason = str(error) if isinstance(error, PageRefusedError) else "the service's record cannot be read"
     return _response(request, rendered("problem.html", request, status=status, reason=reason), "text/html", status)

@@ -25,6 +25,7 @@ CONVENTIONAL = frozenset({"__init__", "__main__", "main", "errors", "settings", 
 OPENINGS = frozenset({"What", "Who", "Whom", "Whose", "Which", "Whether", "How", "Where", "Of", "That", "Is"})
 """First words of a docstring that is neither an imperative nor a noun phrase."""
 OURS = re.compile(r"^\s*from (cadenza\.[\w.]+) import", re.MULTILINE)
+ERROR = re.compile(r"^class (\w+)\((?:\w+Error|\w*Exception|\w+Lacks|\w+Unavailable)\)", re.MULTILINE)
 CLAUSE = re.compile(r"(Return|Yield) (what|who|whom|those (that|who))\b")
 """An opening that puts a clause where a noun belongs."""
 WORDS = re.compile(r"\b(nobody|somebody|everybody|anybody|meanwhile|beside|whom)\b", re.IGNORECASE)
@@ -42,12 +43,14 @@ def modules(paths: list[Path]) -> Iterator[Path]:
 
 
 def rooms() -> Iterator[str]:
-    """Yield a finding for each folder with too many modules and each module name with two meanings."""
+    """Yield a finding for each folder with too many modules, and each module or error whose name has two meanings."""
     files = [file.relative_to(ROOT) for file in modules([ROOT / name for name in PRODUCT])]
     counts = Counter(file.parent for file in files if file.stem != "__init__")
     yield from (f"{room}: {n} modules, at most {MAX_MODULES}" for room, n in counts.items() if n > MAX_MODULES)
     names = Counter(file.stem for file in files if file.stem not in CONVENTIONAL)
     yield from (f"{file}: another module is called {file.stem} too" for file in files if names[file.stem] > 1)
+    errors = Counter(name for file in files for name in ERROR.findall((ROOT / file).read_text()))
+    yield from (f"{name}: {n} classes of errors have this name" for name, n in errors.items() if n > 1)
 
 
 def unfollowed_imports() -> Iterator[str]:
