@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import attrgetter, is_
 
 from cadenza.policies.core.actions import (
     Action,
@@ -24,7 +24,7 @@ from cadenza.policies.core.actions import (
 )  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory, Sentences
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules, changed
-from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.core.move import Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.arrivals import marked_unrestored
 from cadenza.policies.relocation.leaving_together import leaving_together
 from cadenza.policies.relocation.phases import (
@@ -51,7 +51,8 @@ class Relocation:
     def of(cls, snapshot: ClusterSnapshot, memory: Memory) -> Relocation:
         """Return the next step of each move, and the snapshot as a policy sees it."""
         snapshot = marked_unrestored(snapshot, memory.unrestored)
-        going = {move.job.id: relocating for move in memory.moves if (relocating := _relocating(move)) is not None}
+        under_way = (move for move in memory.moves if not isinstance(move.phase, Over))
+        going = {move.job.id: relocating for move in under_way if (relocating := _relocating(move)) is not None}
         jobs = [
             _marked(job, going.get(job.key.id))
             if (job.lease is not None and job.lease.state != "held") or job.key.id in going  # the others save here
@@ -113,7 +114,7 @@ class Relocation:
             ]
         return Decision(
             tuple(actions),
-            replace(decision.memory, moves=tuple(sorted(moves.values(), key=lambda move: move.job))),
+            replace(decision.memory, moves=tuple(sorted(moves.values(), key=attrgetter("job")))),
             reasons,
             0.0 if busy or actions else decision.quiet_until_s,
         )

@@ -125,6 +125,8 @@ def acted(moves: Iterable[Move], actions: Iterable[Action], now_s: float) -> tup
         elif isinstance(action, MakeWay):
             by_job.update(dict.fromkeys(action.jobs, action))
     by_successor = {action.job: action for action in actions if isinstance(action, Place | Release)}
+    if not by_job and not by_successor:
+        return tuple(moves)
     return tuple(_acted(move, by_job.get(move.job), by_successor.get(move.successor), now_s) for move in moves)
 
 
@@ -190,6 +192,8 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         return Step(None)  # it has ended, or its owner has cancelled it
     age_s = snapshot.time_s - move.phase.since_s
     match move.phase:
+        case Over() as phase:  # nearly all
+            step = _over(move, phase, snapshot, memory)
         case Wanted():
             step = _wanted(move, snapshot, age_s)
         case Prefetching():
@@ -202,8 +206,6 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
             step = _placed(move, phase, snapshot, memory)
         case Leaving():
             step = _leaving(move, snapshot, memory)
-        case Over() as phase:
-            step = _over(move, phase, snapshot, memory)
     return step
 
 
@@ -348,6 +350,8 @@ def _leaving(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 
 def _over(move: Move, phase: Over, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Keep an outcome while the job lives, and complete its cost; no later requeue may stay pinned to nodes of ours."""
+    if not phase.saved_s and not move.shares:
+        return Step(move)
     job = snapshot.by_id.get(move.job.id)
     if phase.saved_s and job is not None and job.key == move.successor and job.start_s is not None:
         lease = job.lease

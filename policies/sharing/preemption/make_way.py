@@ -7,6 +7,7 @@ GPUs free, and room whose job that pass does not start is not made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -78,7 +79,11 @@ def _walk_through(state: SharingState, queue: list[Job]) -> None:
     room = NodeRoom(state.snapshot, victims, leaving)
     nodes = RoundNodes(room, (job for job in placed if not _leaves(job, state)), state.now_s)
     walk = _Walk(room, nodes, standings, state)
-    for job in queue:
+    last = max((number for number, job in enumerate(queue) if walk.hopes(job)), default=-1)
+    for number, job in enumerate(queue):
+        if number > last or walk.over:
+            walk.rest = queue[number:]
+            break
         walk.step(job)
     state.waiting_reasons = walk.reasons
     # 3. The same pass with the GPUs free must start each job that room is made for.
@@ -117,6 +122,8 @@ class _Walk:
     free: list[Amount] | None = None
     """Free resources of the nodes as room was first looked for: from then on reservations count."""
     slurm: SlurmPass | None = None
+    rest: Sequence[Job] = ()
+    """Jobs for which no room is made whatever comes before: only their sentences are left."""
     vain: set[tuple[object, ...]] = field(default_factory=set)
     """Claims for which no room was found: nothing that asks alike has to try again."""
 
@@ -135,7 +142,7 @@ class _Walk:
             state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
             return
         # 2. Jobs of a worse level make way, the fewest GPUs of them.
-        if room.on and (way := self._way_for(job, request)):
+        if self.hopes(job) and (way := self._way_for(job, request)):
             self.ways.append(way)
             room.evict(way.victims)
             room.take(request, way.nodes)
@@ -150,21 +157,31 @@ class _Walk:
 
     def reasons(self) -> dict[JobKey, str]:
         """Return why the jobs of the service that stay in the queue wait."""
+        for job in self.rest:
+            self.step(job)
         reasons, manages = WaitingReasons(self.room, self.standings), self.state.settings.manages
         return {job.key: reasons.of(job, request) for job, request in self.blocked if manages(job)}
 
+    @property
+    def over(self) -> bool:
+        """Return True if no more room is looked for in this round."""
+        return len(self.ways) == MAX_WAYS or self.tries == MAX_TRIES
+
+    def hopes(self, job: Job) -> bool:
+        """Return True if others could make way for a job, by what the walk does not change."""
+        room, tried_s = self.room, self.state.memory.made_way.get(job.key.id, -inf)
+        if not room.on or self.state.now_s < tried_s + AGAIN_S:
+            return False
+        return 1 < job.gpus <= room.widest or room.worst_level > self.standings.claim(job)
+
     def _way_for(self, job: Job, request: NodeRequest) -> Way | None:
         """Return the room that others can make for a waiting job; None without, or where it would not get there."""
-        standings, room, state = self.standings, self.room, self.state
+        standings, room = self.standings, self.room
         claim = standings.claim(job)
         movable, fair = standings.can_leave_later(job), standings.site.fair_share
         alike = (request, claim, movable, job.qos, limit_s(job), job.account if fair else "", job.user if fair else "")
         joins = 1 < job.gpus <= room.widest
-        if (room.worst_level <= claim and not joins) or alike in self.vain:
-            return None
-        if len(self.ways) == MAX_WAYS or self.tries == MAX_TRIES or self._would_get_it(job, request):
-            return None
-        if state.now_s < state.memory.made_way.get(job.key.id, -inf) + AGAIN_S:
+        if alike in self.vain or self.over or self._would_get_it(job, request):
             return None
         self.tries += 1
         self.free = self.free or list(room.free.values())
