@@ -363,12 +363,12 @@ class SharingState:
         """Move a job to a seat, out of its pack if it is in one."""
         if job.key in self.packed:
             self.moves.append(Unpack(job.key, f"leaves for {seat.node.name}"))
-        self.moves.append(Migrate(job.key, shares(seat, request), reason))
+        self.moves.append(Migrate(job.key, (share_of(seat.node.name, request),), reason))
         self._settle(job, target, seat, request)
 
     def resize(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, reason: str) -> None:
         """Continue a job with another number of GPUs."""
-        self.moves.append(Resize(job.key, shares(seat, request), reason))
+        self.moves.append(Resize(job.key, (share_of(seat.node.name, request),), reason))
         self._settle(job, target, seat, request)
 
     def resize_nodes(self, job: Job, placement: Placement, reason: str) -> None:
@@ -388,13 +388,8 @@ class SharingState:
         self.moves_left -= 1
 
 
-def shares(seat: Seat, request: ResourceRequest) -> Placement:
-    """Return the share of a job on its new host: its request, until the host is divided again."""
-    return (share_of(seat.node.name, request),)
-
-
 def share_of(node: str, request: ResourceRequest) -> Share:
-    """Return the request of a job on one node."""
+    """Return the share of a job on its new host: its request, until the host is divided again."""
     return Share(node, request.gpus, request.cpus, request.memory_mb)
 
 
