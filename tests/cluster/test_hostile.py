@@ -131,8 +131,8 @@ def scene(running_cluster: Cluster) -> Iterator[Scene]:
     # 4. The turns to compare, and the end of the longest attack.
     compared = (*LASTING, "idle")
     wait_for("enough turns of each honest job", lambda: all(len(scene.turns(one)) > TURNS for one in compared), 180)
-    given_back_s = wait_for("the place of the job that refuses", scene.place_given_back, 180)
-    wait_for("a turn after that", lambda: scene.turns("refuse")[-1:] > [(given_back_s, given_back_s)], 240)
+    wait_for("the place of the job that refuses", scene.place_given_back, 180)
+    wait_for("the honest job's turn", lambda: cluster.lease(scene.honest["refuse"]).get("state") == "held")
     # 5. The job that lies ends in its own turn and one of its processes lives on; then the honest one ends in its own.
     cluster.exec("node1", "touch", END)
     wait_for("the job that lies to be gone", lambda: not cluster.ctl("squeue", "-h", "-j", str(scene.hostile["lie"])))

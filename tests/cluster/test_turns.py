@@ -16,7 +16,7 @@ JOBS = {
     "turn-ddp": ("--model cnn --seed 4", 2),
 }
 ITERATION_S = 0.02
-ITERATIONS = 800
+ITERATIONS = 600
 FAST_TURNS = """
 [sharing]
 slice_s = 0.25
