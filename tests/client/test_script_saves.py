@@ -16,8 +16,8 @@ import pytest
 import torch
 from client_peer import PATIENCE_S, Peer, Rank, slurm_environment
 
-from cadenza.sidecar import wire
-from cadenza.sidecar.client.bootstrap import run_script, script_saves, script_saves_options
+from cadenza.sidecar import client, wire
+from cadenza.sidecar.client.bootstrap import process, run_script, script_saves, script_saves_options
 from cadenza.sidecar.client.bootstrap.script_saves import ScriptSaves
 from cadenza.sidecar.client.session.job_session import Session
 
@@ -63,6 +63,21 @@ def look(saves: ScriptSaves, times: int = 1) -> bool:
     for _ in range(times):
         saves.look()
     return saves._registration.ready
+
+
+def test_at_no_moment_is_a_job_movable_that_has_saved_nothing(tmp_path: Path) -> None:
+    """An agent that looks while the saver is added would order a checkpoint."""
+    shown = []
+    for make in (Session, process.prepare):
+        session = make()
+        session._savers.changed = lambda session=session: shown.append(session._savers.able)
+        if make is Session:
+            ScriptSaves(session, str(tmp_path / "ckpt-*.pt")).close()
+        else:
+            client.checkpoint(tmp_path / "moves", model=torch.nn.Linear(2, 2))
+    client.detach()
+    assert len(shown) > 1
+    assert not any(shown)
 
 
 def test_a_new_complete_checkpoint_makes_the_job_movable_for_a_while(

@@ -110,6 +110,7 @@ class ScriptSaves:
     def __init__(self, session: Session, pattern: str, number: int = 0) -> None:
         self._session = session
         self._pattern = pattern
+        self._none_yet = f"it has not saved to {pattern} since it started"
         self._signal = number
         self._last = newest(pattern)
         """The newest one that is complete; those that are there at the start are of an earlier one."""
@@ -122,8 +123,7 @@ class ScriptSaves:
         self._step = 0
         self._closed = threading.Event()
         # Any boundary will do: its checkpoint is on the disk, or the script itself saves when it is signaled.
-        self._registration = session.add_saver(self._save, lambda _: 0)
-        self._registration.tell(f"it has not saved to {pattern} since it started")
+        self._registration = session.add_saver(self._save, lambda _: 0, unready=self._none_yet)
         session.looks.append(self._at_boundary)
         os.register_at_fork(after_in_child=self._closed.set)
         self._thread = threading.Thread(target=self._run, name="cadenza-saves", daemon=True)
@@ -162,7 +162,7 @@ class ScriptSaves:
             handled = signal.getsignal(self._signal) not in (signal.SIG_DFL, signal.SIG_IGN, None)
             return "" if handled else f"its script has no handler for {signal.Signals(self._signal).name}"
         if not self._at_ns:
-            return f"it has not saved to {self._pattern} since it started"
+            return self._none_yet
         window_s = max(WINDOW_S, WINDOW_SHARE * self._between_s)
         if (monotonic_ns() - self._at_ns) / 1e9 <= window_s:
             return ""

@@ -86,8 +86,9 @@ class Checkpoint:
         """Versions at the last boundary that had something to decide."""
         self._periodic: Periodic | None = None
         self._batches = self._handed_out
-        add = self._session.add_saver
-        self._registration = add(self._save_on_request, self._may_save, holds=self._watched, away=True)
+        self._registration = self._session.add_saver(
+            self._save_on_request, self._may_save, holds=self._watched, away=True, unready="its keeper is being made"
+        )
         if isinstance(sampler, ResumableSampler):
             sampler.on_next = self._session.next_batch
         self._tell()

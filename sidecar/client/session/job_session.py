@@ -234,21 +234,27 @@ class Session(StepCounters):
             self.add_saver(on_checkpoint)
 
     def add_saver(
-        self, save: checkpoint_request.Saver, may: Question = Place.obstacle, *, holds: object = (), away: bool = False
+        self,
+        save: checkpoint_request.Saver,
+        may: Question = Place.obstacle,
+        *,
+        holds: object = (),
+        away: bool = False,
+        unready: str = "",
     ) -> Registration:
         """Add a function that saves a checkpoint on request; without one, the agent does not ask for any.
 
         ``may`` is asked at each boundary, while one is requested, whether it can be taken there; by default it is at
         the end of a training step. ``holds`` is what it saves, or a function that returns it: gradients of its
         optimizers, else of its modules, are then not left behind. ``away``: it can also save while the state is in host
-        memory, where torch reads the host copy. All savers of a session must succeed. The registration that is returned
-        tells when nothing can be saved, and can be withdrawn.
+        memory, where torch reads the host copy. All savers of a session must succeed. ``unready`` is the reason why
+        nothing can be saved yet; the registration that is returned tells when that changes, and can be withdrawn.
         """
         if "torch" in sys.modules:
             from cadenza.sidecar.client.session import compiled_steps  # noqa: PLC0415
 
             compiled_steps.prepare_to_follow()
-        return self._savers.add(save, may, holds, away=away)
+        return self._savers.add(save, may, holds, away=away, unready=unready)
 
     def own_save(self, registration: Registration, saved: checkpoint_request.Saver) -> None:
         """End a save that the script made by itself; ``saved`` returns what was saved, complete on the disk.

@@ -67,9 +67,11 @@ Question = Callable[[Place], int]
 class Registration:
     """One saver of a session; its owner tells what it can do now, and withdraws it."""
 
-    def __init__(self, savers: Savers, save: Saver, may: Question, holds: object, *, away: bool) -> None:
+    def __init__(
+        self, savers: Savers, save: Saver, may: Question, holds: object, *, away: bool, unready: str
+    ) -> None:
         self._savers, self.save, self.may, self.holds = savers, save, may, holds
-        self.away, self.unready = away, ""
+        self.away, self.unready = away, unready
 
     @property
     def ready(self) -> bool:
@@ -101,9 +103,9 @@ class Savers:
     def __iter__(self) -> Iterator[Registration]:
         return iter((*self._all,))
 
-    def add(self, save: Saver, may: Question, holds: object, *, away: bool) -> Registration:
+    def add(self, save: Saver, may: Question, holds: object, *, away: bool, unready: str) -> Registration:
         """Add a saver; every one of them must succeed for a checkpoint."""
-        registration = Registration(self, save, may, holds, away=away)
+        registration = Registration(self, save, may, holds, away=away, unready=unready)
         self._all.append(registration)
         self.changed()
         return registration
