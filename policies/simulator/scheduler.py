@@ -421,7 +421,7 @@ class Scheduler:
                     last = self._last_fitting(tested[:last], plan)
 
     def _last_fitting(self, tested: Sequence[QueuedJob], plan: Pass) -> int:
-        """Return the place of the last job that fits now on nodes which nobody has reserved until its limit, or -1."""
+        """Return the place of the last job that fits now on nodes without a reservation until its limit, or -1."""
         vain: dict[tuple[int, tuple[Amount, ...], Shares], float] = {}
         for number in range(len(tested) - 1, -1, -1):
             job = tested[number]

@@ -250,7 +250,7 @@ def note_checkpoints(state: SharingState) -> None:
     """Remember which users' job names keep checkpoints: jobs that are ready say so, whatever their options say.
 
     A job that keeps none and did not say so takes the credit of its name for as long: the time is then below 0.
-    Without that, whoever has trained once with checkpoints starts before others, and nobody gets these GPUs back.
+    Without that, whoever has trained once with checkpoints starts before others and keeps these GPUs to its end.
     """
     now_s, known = state.now_s, state.memory.keep_checkpoints
     seen: dict[str, float] = {}
