@@ -133,7 +133,7 @@ def test_doctor_errors_and_json_print_text_only(
     def fail(*_: object, **__: object) -> None:
         raise InputError(name)
 
-    monkeypatch.setattr(why, "store_or_socket", fail)
+    monkeypatch.setattr("cadenza.slurm_plugin.cli.jobs.why.store_or_socket", fail)
     failed = CliRunner().invoke(main, ["why", "1"])
     harmless(failed.output)
     assert failed.output.count("\n") == 1
