@@ -20,7 +20,7 @@ $(BIN)/.installed: setup.cfg constraints.txt container/ensure-python
 demo: install
 	$(BIN)/python examples/demo/demo.py
 
-# Every ring of tests, with the time of each at the end; that of the cluster runs beside the others once its image is built.
+# Every ring of tests, with the time of each at the end; the image of the cluster is built while the first ones run.
 test: install
 	$(BIN)/python tests/rings.py all
 

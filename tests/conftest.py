@@ -69,12 +69,6 @@ def fewer(named: settings) -> settings:
     return settings(named, max_examples=min(named.max_examples, max(QUICK, named.max_examples // 5)))
 
 
-def pytest_runtest_setup() -> None:
-    """Skip what is left of this ring once another one has failed, so that its fixtures end as always."""
-    if os.path.exists(os.environ.get("CADENZA_TEST_STOP", "")):
-        pytest.skip("another ring has failed")
-
-
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules and tests that stay to the end."""
     gc.collect()

@@ -1,33 +1,27 @@
 #!/usr/bin/env python3
-"""Run the rings of tests, stop with the first that fails, and print the time of each.
+"""Run the rings of tests one after the other, stop with the first that fails, and print the time of each.
 
 ``tests/rings.py fast`` runs the ring that needs no container, no browser and few seconds a test; ``all`` runs every
-ring, that of the cluster, whose tests mostly wait, beside the others and as soon as its image is built; ``measure``
-takes figures of the machine, ``sites`` runs a site's rarer cases, ``release`` what depends on the release of Slurm,
-which SLURM names, and ``thorough`` the fast ring with more random cases.
+ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine,
+``sites`` runs a site's rarer cases, ``release`` what depends on the release of Slurm, which SLURM names, and
+``thorough`` the fast ring with more random cases.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = "CADENZA_TEST_TIMES"
 """Names the file to which tests/conftest.py writes the time of each test."""
-STOP = "CADENZA_TEST_STOP"
-"""Names the file that is there once a ring has failed: tests/conftest.py skips what is left of a ring beside it."""
 SLOWEST = 10
 
 
@@ -40,8 +34,6 @@ class Ring:
     options: tuple[str, ...]
     needs: str = ""
     """The preparation without which it cannot begin."""
-    files: str = ""
-    """What a file with such tests has in it: to collect all files is to import all that is tested."""
 
 
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
@@ -52,17 +44,10 @@ FAST = Ring(
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
 SLOW = Ring(
     "slow", "(slow or browser) and not cluster",
-    ("-n", "2", "--dist", "loadscope", "--hypothesis-profile=thorough"), "browser", r"mark\.(slow|browser)",
+    ("-n", "2", "--dist", "loadscope", "--hypothesis-profile=thorough"), "browser",
 )  # fmt: skip
-# Most of what its tests do is to wait: three clusters keep two cores busy.
-CLUSTER = Ring(
-    "cluster",
-    "cluster and not measurement and not sites",
-    ("-n", "3", "--dist", "loadscope"),
-    "image",
-    "^tests/cluster/",
-)
-SITES = Ring("sites", "sites", ("-n", "0"), "image", r"mark\.sites")
+CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
+SITES = Ring("sites", "sites", ("-n", "0"), "image")
 BY_RELEASE = (
     "gateway_cluster", "opt_in", "output_files", "test_lanes.py", "test_moves", "test_preemption.py", "test_tuning",
     "test_turns.py",
@@ -70,18 +55,17 @@ BY_RELEASE = (
 RELEASE = Ring(
     "cluster of one release of Slurm", CLUSTER.marks,
     (*CLUSTER.options, "-k", " or ".join(BY_RELEASE)),
-    "image", CLUSTER.files,
+    "image",
 )  # fmt: skip
-MEASURE = Ring("measure", "measurement", ("-n", "0"), "image", r"mark\.measurement")
-LANES: dict[str, tuple[tuple[Ring, ...], ...]] = {
-    "fast": ((FAST,),),
-    "all": ((CLUSTER,), (FAST, SLOW)),
-    "thorough": ((THOROUGH,),),
-    "measure": ((MEASURE,),),
-    "sites": ((SITES,),),
-    "release": ((RELEASE,),),
+MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
+RINGS = {
+    "fast": (FAST,),
+    "all": (FAST, SLOW, CLUSTER),
+    "thorough": (THOROUGH,),
+    "measure": (MEASURE,),
+    "sites": (SITES,),
+    "release": (RELEASE,),
 }
-"""Rings that run one after the other, beside those of another lane, whose output comes at its end."""
 PREPARATIONS = {"browser": ("ensure-browser",), "image": ("ensure-docker", "build")}
 """Scripts of container/; in this order, since two package managers at once would wait for each other."""
 
@@ -94,23 +78,10 @@ def prepare(name: str) -> float:
     return time.monotonic() - began
 
 
-def paths(ring: Ring) -> list[str]:
-    """Return what pytest collects for a ring."""
-    if not ring.files:
-        return ["tests"]
-    files = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("tests/*/test_*.py"))}
-    return [path for path, text in files.items() if re.search(ring.files, path + text)]
-
-
-def run(ring: Ring, folder: Path, output: IO[str] | None) -> int:
-    """Run a ring and return pytest's exit code; its output goes to a file where another ring runs beside it."""
-    command = [sys.executable, "-m", "pytest", *paths(ring), "-m", ring.marks, *ring.options]
-    if output is None:  # the ring that is watched ends first: the other one's clusters come before it
-        command = ["nice", "-n", "5", *command]
-    # Where Python writes no compiled modules, each of the hundreds of processes that tests start compiles them again.
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    variables |= {TIMES: str(folder / f"{ring.name}.json"), STOP: str(folder / "stop")}
-    return subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=output, check=False).returncode
+def run(ring: Ring, times: Path) -> int:
+    """Run a ring and return pytest's exit code."""
+    command = [sys.executable, "-m", "pytest", "tests", "-m", ring.marks, *ring.options]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, TIMES: str(times)}, check=False).returncode
 
 
 def table(took: dict[str, float], slowest: list[tuple[float, str]]) -> str:
@@ -120,62 +91,35 @@ def table(took: dict[str, float], slowest: list[tuple[float, str]]) -> str:
     return "\n".join(lines)
 
 
-@dataclass
-class Run:
-    """What the rings have come to so far."""
-
-    folder: Path
-    ready: dict[str, Future[float]]
-    took: dict[str, float] = field(default_factory=dict)
-    code: int = 0
-
-    def lane(self, rings: Sequence[Ring], output: IO[str] | None) -> None:
-        """Run rings one after the other, until one fails, here or in the other lane."""
+def main() -> int:
+    """Run the rings that the command line names; return the first exit code that is not 0."""
+    rings = RINGS[sys.argv[1]]
+    took: dict[str, float] = {}
+    tests: list[tuple[float, str]] = []
+    code, began = 0, time.monotonic()
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        needs = [name for name in PREPARATIONS if any(ring.needs == name for ring in rings)]
+        ready: dict[str, Future[float]] = {name: pool.submit(prepare, name) for name in needs}
         for ring in rings:
             since = time.monotonic()
             if ring.needs:
                 try:
-                    self.ready[ring.needs].result()
+                    ready[ring.needs].result()
                 except subprocess.CalledProcessError as error:
-                    self.fail(error.returncode)
-                self.took[f"waiting for the {ring.needs}"] = time.monotonic() - since
-            if self.code:
-                return
-            since = time.monotonic()
-            code = run(ring, self.folder, output)
-            self.took[f"ring: {ring.name}"] = time.monotonic() - since
+                    code = error.returncode
+                    break
+                took[f"waiting for the {ring.needs}"] = time.monotonic() - since
+            since, times = time.monotonic(), Path(folder) / "times.json"
+            code = run(ring, times)
+            took[f"ring: {ring.name}"] = time.monotonic() - since
+            if times.exists():
+                tests += [(seconds, test) for test, seconds in json.loads(times.read_text())]
             if code:
-                self.fail(code)
-
-    def fail(self, code: int) -> None:
-        """Keep the first exit code that is not 0, and stop the other lane."""
-        self.code = self.code or code
-        (self.folder / "stop").touch()
-
-
-def main() -> int:
-    """Run the rings that the command line names; return the first exit code that is not 0."""
-    *beside, last = LANES[sys.argv[1]]
-    needs = {ring.needs for rings in (*beside, last) for ring in rings}
-    began = time.monotonic()
-    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-        ready = {name: pool.submit(prepare, name) for name in PREPARATIONS if name in needs}
-        found = Run(Path(folder), ready)
-        outputs = [(Path(folder) / f"{number}.log").open("w+") for number, _ in enumerate(beside)]
-        threads = [threading.Thread(target=found.lane, args=pair) for pair in zip(beside, outputs, strict=True)]
-        for thread in threads:
-            thread.start()
-        found.lane(last, None)
-        for thread, output in zip(threads, outputs, strict=True):
-            thread.join()
-            output.seek(0)
-            sys.stdout.writelines(output)
+                break
         pool.shutdown(cancel_futures=True)
-        times = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    tests = [(seconds, test) for ring in times for test, seconds in ring]
-    found.took["all"] = time.monotonic() - began
-    print(f"\n{table(found.took, sorted(tests, reverse=True)[:SLOWEST])}")
-    return found.code
+    took["all"] = time.monotonic() - began
+    print(f"\n{table(took, sorted(tests, reverse=True)[:SLOWEST])}")
+    return code
 
 
 if __name__ == "__main__":
