@@ -37,9 +37,7 @@ def test_the_first_ring_that_fails_is_the_last(
     assert sum("::test_" in line for line in lines) == rings.SLOWEST
 
 
-def test_a_ring_without_its_preparation_does_not_begin(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_without_its_preparation_does_not_begin(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(name: str) -> float:
         raise subprocess.CalledProcessError(3, name)
 
