@@ -86,7 +86,11 @@ def node(cluster: Cluster, name: str) -> Node:
 
 @pytest.fixture
 def alone(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster without its service, which would have opinions of its own."""
+    """The cluster without its service, which would have opinions of its own, and with its lanes open.
+
+    A service that has just started may not have heard its agents yet, and closes the lanes.
+    """
+    wait_for("every lane open", cluster.ready, 60)
     cluster.service("ctl", "stop", "cadenzad")
     yield cluster
     cluster.exec("ctl", "scancel", "--user=alice", check=False)

@@ -20,7 +20,7 @@ GET = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.a
 SETTLED_S = 0.1
 WATCH = """
 import json, os, pathlib, time
-seen, until = [], time.time() + 6
+seen, until = [], time.time() + 9
 while time.time() < until:
     files = {}
     for path in sorted(pathlib.Path("/run/cadenza/gpu-jobs").glob("[0-9]*")):
@@ -33,7 +33,7 @@ while time.time() < until:
     time.sleep(0.01)
 print(json.dumps(seen))
 """
-"""Writes the changes of the files of one host within 6 s, each with its time."""
+"""Writes the changes of the files of one host within 9 s, each with its time."""
 
 
 @pytest.fixture

@@ -48,6 +48,12 @@ def web(cluster: Cluster) -> Iterator[Web]:
         cluster.ctl("kill", number)
 
 
+def shown(web: Web, user: str) -> str:
+    """Return the page Now, "" while a turn passes on."""
+    text = web.page("/", user)
+    return text if "4 GPUs: 4 held; jobs wait for a turn on 4" in text and "4 GPUs: 4 free" in text else ""
+
+
 def test_the_pages_show_the_cluster_to_each_user_and_a_hostile_name_stays_text(cluster: Cluster, web: Web) -> None:
     # 1. Two users take turns on the GPUs of one host.
     mine, _ = (
@@ -57,10 +63,9 @@ def test_the_pages_show_the_cluster_to_each_user_and_a_hostile_name_stays_text(c
     of_mine = f"select count(*) from switches where kind = 'yield' and job = {mine}"
     wait_for("turns", lambda: cluster.sql(of_mine)[0][0] >= TURNS)
     # 2. Now: the hosts, and each reader's jobs.
-    now = {user: web.page("/", user) for user in ("root", "alice", "bob")}
-    for user, text in now.items():
-        assert "4 GPUs: 4 held; jobs wait for a turn on 4" in text, user
-        assert "4 GPUs: 4 free" in text, user
+    now = {
+        user: wait_for(f"turns, for {user}", lambda user=user: shown(web, user)) for user in ("root", "alice", "bob")
+    }
     assert [user for user, text in now.items() if f'jobs/{mine}"' in text] == ["root", "alice"]
     assert [user for user, text in now.items() if "of-bob" in text] == ["root", "bob"]
     # 3. A job's story, to its owner only.
