@@ -172,8 +172,7 @@ class Memory:
     factors: Mapping[int, int] = field(default_factory=dict)
     """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
     keep_checkpoints: Mapping[str, float] = field(default_factory=dict)
-    """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch; as a
-    negative number where it had none and had not said so."""
+    """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
     made_way: Mapping[int, float] = field(default_factory=dict)
     """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
 

@@ -174,27 +174,6 @@ def test_a_users_word_against_checkpoints_does_not_keep_gpus():
     assert ways(site_of(runs(1, 4, options=Options(checkpoints=False)), waits(2, 4))) == [(2, {1})]
 
 
-@pytest.mark.parametrize(
-    ("held_s", "options", "facts", "believed"),
-    [
-        (601.0, Options(), {}, False),
-        (601.0, Options(checkpoints=True), {}, False),
-        (601.0, Options(checkpoints=False), {}, True),
-        (599.0, Options(), {}, True),
-        (601.0, Options(), {"unready": "its optimizer has not stepped"}, True),
-    ],
-)
-def test_a_job_without_checkpoints_that_did_not_say_so_takes_the_credit_of_its_name(held_s, options, facts, believed):
-    """In a later round too, whatever others of this name keep; not for ever."""
-    breaks = runs(5, 1, "node2", user="bob", options=options, lease={"checkpoints": False, "held_s": held_s, **facts})
-    keeps = runs(6, 1, "node2", user="bob")
-    memory = decide(site_of(breaks, keeps, hosts=("node2",))).memory
-    assert bool(ways(site_of(runs(1, 4, had_h=1.0), waits(2, 4)), memory)) is believed
-    for days, counts in ((13, believed), (15, True)):
-        later = replace(site_of(keeps, hosts=("node2",)), time_s=NOW + days * 24 * HOUR)
-        assert (decide(later, memory).memory.keep_checkpoints["bob/train"] > 0) is counts
-
-
 def test_a_node_that_a_user_asked_for_does_not_keep_gpus():
     assert ways(site_of(runs(1, 4, required_nodes=("node1",)), waits(2, 4))) == [(2, {1})]
 

@@ -115,7 +115,7 @@ class Standings:
     @cached_property
     def _believed(self) -> frozenset[str]:
         now_s, known = self.now_s, self.state.memory.keep_checkpoints
-        return frozenset(name for name, at_s in known.items() if at_s >= 0 and now_s - at_s <= BELIEVED_S)
+        return frozenset(name for name, at_s in known.items() if now_s - at_s <= BELIEVED_S)
 
     def running_on(self, names: Iterable[str]) -> list[Job]:
         """Return the jobs with GPUs on some nodes."""
@@ -247,31 +247,15 @@ class Standings:
 
 
 def note_checkpoints(state: SharingState) -> None:
-    """Remember which users' job names keep checkpoints: jobs that are ready say so, whatever their options say.
-
-    A job that keeps none and did not say so takes the credit of its name for as long: the time is then below 0.
-    Without that, whoever has trained once with checkpoints starts before others and keeps these GPUs to its end.
-    """
+    """Remember which users' job names keep checkpoints: jobs that are ready say so, whatever their options say."""
     now_s, known = state.now_s, state.memory.keep_checkpoints
     seen: dict[str, float] = {}
     for job in state.jobs.values():
-        if job.lease is None or not job.lease.ready:
-            continue
-        if job.lease.checkpoints:
-            at_s = known.get(checkpoint_name(job))
-            if at_s is None or now_s - abs(at_s) >= (NEWS_S if at_s >= 0 else BELIEVED_S):
-                seen.setdefault(checkpoint_name(job), now_s)
-        elif _breaks_its_word(job, job.lease):
-            at_s = known.get(checkpoint_name(job))
-            if at_s is not None and (at_s >= 0 or now_s + at_s >= NEWS_S):
-                seen[checkpoint_name(job)] = -now_s
-    if seen or any(now_s - abs(at_s) > BELIEVED_S for at_s in known.values()):
-        kept = {name: at_s for name, at_s in known.items() if now_s - abs(at_s) <= BELIEVED_S} | seen
-        newest = sorted(kept, key=lambda name: (-abs(kept[name]), name))[:MAX_BELIEVED]
+        if job.lease is not None and job.lease.ready and job.lease.checkpoints:
+            name = checkpoint_name(job)
+            if now_s - known.get(name, -BELIEVED_S) >= NEWS_S:
+                seen[name] = now_s
+    if seen or any(now_s - at_s > BELIEVED_S for at_s in known.values()):
+        kept = {name: at_s for name, at_s in known.items() if now_s - at_s <= BELIEVED_S} | seen
+        newest = sorted(kept, key=lambda name: (-kept[name], name))[:MAX_BELIEVED]
         state.memory = state.with_memory(keep_checkpoints={name: kept[name] for name in sorted(newest)})
-
-
-def _breaks_its_word(job: Job, lease: Lease) -> bool:
-    """Return True for a job that has had its GPUs for a while without checkpoints, and did not say so."""
-    denies = job.options is not None and job.options.checkpoints is False
-    return not (denies or lease.unready or lease.unrestored) and lease.held_s >= QUANTUM_COSTS * COST_S
