@@ -133,16 +133,16 @@ class Guard:
     def _node(self, node: Node | None, action: NodeAction) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
-        if isinstance(action, RemoveNode | WeighNode):
-            weighed = isinstance(action, WeighNode) and node.dynamic and node.lane
-            return None if weighed else f"scope: {node.name} is no lane on demand that is drained"
+        if isinstance(action, WeighNode):
+            return None if node.dynamic and node.lane else f"scope: {node.name} is no lane on demand"
+        if isinstance(action, RemoveNode):
+            return f"scope: {node.name} is no lane on demand that is drained"
         if isinstance(action, OpenNode) and reopens(node, self.settings.partitions):
             return None
         if node.lane == 0:
             return f"scope: {node.name} is lane 0, which is the admin's alone"
-        if not drained_by_us(node, self.memory):
-            return f"scope: the drain of {node.name} is not ours to undo"
-        return None
+        ours = drained_by_us(node, self.memory)
+        return None if ours else f"scope: the drain of {node.name} is not ours to undo"
 
     def _scope(self, job: Job) -> str | None:
         settings = self.settings
