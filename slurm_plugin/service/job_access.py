@@ -11,6 +11,7 @@ import pwd
 import re
 import stat
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ KEEP_S = 300.0
 """Time for which Slurm's word on a user holds."""
 MAX_KEPT = 10_000
 TIMEOUT_S = 5.0
+ALL_PRIVATE = frozenset({"jobs", "nodes"})
 
 
 class Owner(NamedTuple):
@@ -41,6 +43,8 @@ class Viewer(NamedTuple):
     """Accounts that they coordinate."""
     ids: bool = False
     """True if Slurm shows all users which job has which GPUs: PrivateData is without ``jobs``."""
+    hosts: bool = False
+    """True if Slurm shows all users its nodes: PrivateData is without ``nodes``. Else they see those of their jobs."""
 
     def may_read(self, owner: str, account: str = "") -> bool:
         """Return whether they may read the record of a job of ``owner`` in an account."""
@@ -55,16 +59,22 @@ class JobAccess:
         self._clock = clock
         self._kept: dict[str, tuple[float, Viewer]] = {}
         """Each user with what Slurm says of them, and the monotonic time until which that holds."""
+        self._private = ALL_PRIVATE
+        """Slurm's last word on what it hides; while it has not answered yet, all."""
 
     def of_uid(self, uid: int) -> Viewer:
         """Return the user of this machine who the kernel says has connected."""
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:
-            return Viewer(everything=uid in (0, os.geteuid()))
+            return self.nobody()._replace(everything=uid in (0, os.geteuid()))
         if uid in (0, os.geteuid()):
             return Viewer(entry.pw_name, everything=True)
         return self._of_entry(entry)
+
+    def nobody(self) -> Viewer:
+        """Return a person of whom nothing is known."""
+        return self._by_slurm("")
 
     def of_name(self, name: str) -> Viewer:
         """Return the user that a proxy or a relay names; one may be called root, too, and is an ordinary user here."""
@@ -105,25 +115,31 @@ class JobAccess:
         now_s = self._clock.monotonic()
         kept = self._kept.pop(name, None)
         if kept is None or kept[0] < now_s:
-            kept = now_s + KEEP_S, by_slurm(name)
+            with suppress(CadenzaError, KeyError):
+                self._private = frozenset(slurm_config()["PrivateData"].split(","))
+            kept = now_s + KEEP_S, by_slurm(name, self._private)
         self._kept[name] = kept
         if len(self._kept) > MAX_KEPT:
             self._kept.pop(next(iter(self._kept)), None)
         return kept[1]
 
 
-def by_slurm(name: str) -> Viewer:
-    """Return a user with the rights that Slurm gives them; with none beyond their own jobs if it does not answer."""
+def by_slurm(name: str, private: Collection[str]) -> Viewer:
+    """Return a user with the rights that Slurm's accounting gives them; without its answer they have none.
+
+    ``private``: what Slurm hides from users (slurm.conf(5), PrivateData).
+    """
+    viewer = Viewer(name, ids="jobs" not in private, hosts="nodes" not in private)
     if not NAME.fullmatch(name):
-        return Viewer(name)
+        return viewer
     question = ("sacctmgr", "--noheader", "--parsable2", "show", "user", f"name={name}", "withcoord")
     try:
-        ids = "jobs" not in slurm_config()["PrivateData"]
         answer = answer_of((*question, "format=user,adminlevel,coordinators"), TIMEOUT_S)
-    except (CadenzaError, KeyError):
-        return Viewer(name)
+    except CadenzaError:
+        return viewer
     for user, _, rights in (line.partition("|") for line in answer.splitlines()):
         if user.casefold() == name.casefold():  # Slurm's own rule; and no sign in a name may lead to another user
             level, _, accounts = rights.partition("|")
-            return Viewer(name, level in ("Operator", "Administrator"), frozenset(accounts.split(",")) - {""}, ids)
-    return Viewer(name, ids=ids)
+            everything = level in ("Operator", "Administrator")
+            return viewer._replace(everything=everything, accounts=frozenset(accounts.split(",")) - {""})
+    return viewer

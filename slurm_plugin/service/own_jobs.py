@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from math import ceil, floor
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.idle_gpus import HostGpus, free_gpus, held_gpus
-from cadenza.policies.core.model import Gpu, JobKey
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, JobKey
 from cadenza.sidecar.clock import local
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.accounting.sharing_report import Record, SharingReport, sharing_report
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S
 from cadenza.slurm_plugin.service.job_access import Viewer
 from cadenza.slurm_plugin.service.store import record_codec
-from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, StoreReader, SwitchRow
+from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, Round, StoreReader, SwitchRow
+
+Row = TypeVar("Row", bound=msgspec.Struct)
+TEXTS = frozenset({"reason", "rule", "error", "detail", "was", "now"})
+"""Fields of the store's rows in which sentences stand."""
+ANOTHER_HOST = "another host"
+_NAME = re.compile(r"\w(?:[\w.-]*\w)?")
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -56,21 +64,66 @@ def own_part(
     """Return a user's part of a round and of these rows; of other jobs only the GPUs that they hold."""
     if last is None:
         return Latest()
-    jobs = tuple(job for job in last.snapshot.jobs if viewer.may_read(job.user, job.account))
-    keys, ids = {job.key for job in jobs}, {job.key.id for job in jobs}
+    own = own_snapshot(last.snapshot, viewer)
+    keys, ids = {job.key for job in own.jobs}, {job.key.id for job in own.jobs}
     others = [job for job in last.snapshot.jobs if job.key not in keys]
+    hosts, nodes, veil = {node.host for node in own.nodes}, own.host_of, Veil.over(last.snapshot, own)
+    holders = {gpu: job.key.id if viewer.ids else 0 for job in others for gpu in held_gpus([job])}
     return Latest(
         last.number,
         last.at_s,
-        record_codec.encode_snapshot(replace(last.snapshot, jobs=jobs)).decode(),
-        tuple(sorted((key, text) for key, text in last.decision.reasons.items() if key in keys)),
+        record_codec.encode_snapshot(own).decode(),
+        tuple(sorted((key, veil.text(text)) for key, text in last.decision.reasons.items() if key in keys)),
         last.settings,
-        tuple(row for row in actions if row.job in ids),
+        tuple(veil.row(row) for row in actions if row.job in ids),
         tuple(row for row in switches if row.job in ids),
-        tuple(row for row in effects if viewer.may_read(row.user) or row.job in ids),
-        tuple(free_gpus(last.snapshot)),
-        tuple(sorted((gpu, job.key.id if viewer.ids else 0) for job in others for gpu in held_gpus([job]))),
+        tuple(veil.row(row) for row in effects if viewer.may_read(row.user) or row.job in ids),
+        tuple(host for host in free_gpus(last.snapshot) if host.name in nodes),
+        tuple(sorted((gpu, job) for gpu, job in holders.items() if gpu.host in hosts)),
     )
+
+
+def own_snapshot(snapshot: ClusterSnapshot, viewer: Viewer) -> ClusterSnapshot:
+    """Return a user's part: their jobs, and the hosts of these where Slurm shows users no others."""
+    jobs = tuple(job for job in snapshot.jobs if viewer.may_read(job.user, job.account))
+    if viewer.hosts or viewer.everything:
+        return replace(snapshot, jobs=jobs)
+    names = {snapshot.host_of.get(name, name) for job in jobs for name in job.nodes}
+    names |= {gpu.host for job in jobs for gpu in job.leased_gpus}
+    nodes = tuple(node for node in snapshot.nodes if node.host in names)
+    shown = {node.name for node in nodes}
+    jobs = tuple(replace(job, barred=job.barred & shown) for job in jobs)
+    return replace(snapshot, jobs=jobs, nodes=nodes, hosts=tuple(host for host in snapshot.hosts if host.name in names))
+
+
+class Veil(NamedTuple):
+    """The names that a user may not read in the texts about their jobs: those of the hosts that Slurm hides."""
+
+    hidden: frozenset[str] = frozenset()
+
+    @classmethod
+    def over(cls, everything: ClusterSnapshot, own: ClusterSnapshot) -> Veil:
+        """Return the veil over the nodes of which the user has no part."""
+        if len(own.nodes) == len(everything.nodes):
+            return cls()
+        seen = {name for node in own.nodes for name in (node.name, node.host)}
+        return cls(frozenset(name for node in everything.nodes for name in (node.name, node.host)) - seen)
+
+    def text(self, text: str) -> str:
+        """Return a text without those names."""
+        return _NAME.sub(lambda found: ANOTHER_HOST if found[0] in self.hidden else found[0], text)
+
+    def row(self, row: Row) -> Row:
+        """Return a row of the store without those names."""
+        names = TEXTS & {*row.__struct_fields__} if self.hidden else ()
+        return msgspec.structs.replace(row, **{name: self.text(getattr(row, name)) for name in names})
+
+    def record(self, record: JobRecord) -> JobRecord:
+        """Return a job's record without those names."""
+        parts = (record.actions, record.events, record.effects)
+        actions, events, effects = (tuple(self.row(one) for one in part) for part in parts)
+        job = record.job and replace(record.job, barred=record.job.barred - self.hidden)
+        return msgspec.structs.replace(self.row(record), job=job, actions=actions, events=events, effects=effects)
 
 
 def recorded_report(reader: StoreReader, since_s: float, until_s: float, user: str | None) -> SharingReport:

@@ -29,7 +29,7 @@ from cadenza.sidecar.orders import MAX_TOLD, VERSION, Ask, Told
 from cadenza.slurm_plugin.errors import ServiceError, StoreError
 from cadenza.slurm_plugin.service.accounting.sharing_report import SharingReport
 from cadenza.slurm_plugin.service.job_access import JobAccess, Viewer
-from cadenza.slurm_plugin.service.own_jobs import Latest, own_part, recorded_report
+from cadenza.slurm_plugin.service.own_jobs import Latest, Veil, own_part, own_snapshot, recorded_report
 from cadenza.slurm_plugin.service.store.reader import JobRecord, StoreReader
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,8 @@ def _record(reader: StoreReader, request: Request, viewer: Viewer) -> Answer:
     record, owner = reader.job_record(job, request.last, last), reader.owner(job, last)
     if owner is None or not viewer.may_read(*owner):
         return Answer(error=f"job {job}: nothing on record of a job of yours")
-    return Answer(record)
+    veil = Veil.over(last.snapshot, own_snapshot(last.snapshot, viewer)) if last else Veil()
+    return Answer(veil.record(record))
 
 
 def _latest(reader: StoreReader, request: Request, viewer: Viewer) -> Answer:

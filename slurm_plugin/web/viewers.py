@@ -55,10 +55,10 @@ class Viewers:
             host = request.headers.get("host", "")
             if re.sub(r":\d{1,5}$", "", host) not in OWN_NAMES:
                 raise PageRefusedError(421, "open this page as http://localhost")
-            return Viewer() if uid is None else self._access.of_uid(uid)
+            return self._access.nobody() if uid is None else self._access.of_uid(uid)
         names = request.headers.getlist(USER_HEADER)
         if not names:
-            return Viewer()
+            return self._access.nobody()
         if len(names) > 1 or not NAME.fullmatch(names[0]):  # a proxy that lets the browser's own header pass
             raise PageRefusedError(400, f"{USER_HEADER} is not the name of one user")
         return self._access.of_name(names[0])

@@ -21,6 +21,7 @@ from cadenza.slurm_plugin.errors import NO_ROUND
 from cadenza.slurm_plugin.report.draw import LIGHT
 from cadenza.slurm_plugin.report.units import about, milliseconds
 from cadenza.slurm_plugin.service.job_access import Viewer
+from cadenza.slurm_plugin.service.own_jobs import Veil, own_snapshot
 from cadenza.slurm_plugin.service.store.reader import LeaseRow, Round, StoreReader, host_faults
 from cadenza.slurm_plugin.views.cluster_view import STALE_AFTER_S, JobRow, TopView, percentile, view_of
 from cadenza.slurm_plugin.views.job_sentences import effect_sentence, sections, state_lines, summary
@@ -75,13 +76,22 @@ class Seen(NamedTuple):
         if viewer.everything:
             return self.view
         own = sorted(at for owner, places in self.places.items() if viewer.may_read(*owner) for at in places)
+        veil = self.veil(viewer)
         return replace(
             self.view,
             gpus=(),
-            jobs=tuple(self.view.jobs[at] for at in own),
-            effects=tuple(effect for effect in self.view.effects if viewer.may_read(effect.user)),
+            jobs=tuple(veil.row(self.view.jobs[at]) for at in own),
+            effects=tuple(veil.row(effect) for effect in self.view.effects if viewer.may_read(effect.user)),
+            faults=tuple(one for one in self.view.faults if veil.text(one) == one),
+            closed=tuple(one for one in self.view.closed if veil.text(one) == one),
             waiting_that_fit=(),
         )
+
+    def veil(self, viewer: Viewer) -> Veil:
+        """Return the veil over the hosts that Slurm hides from this viewer."""
+        if viewer.everything or viewer.hosts:
+            return Veil()
+        return Veil.over(self.last.snapshot, own_snapshot(self.last.snapshot, viewer))
 
 
 @dataclass
@@ -122,7 +132,8 @@ PageMaker: TypeAlias = Callable[[Site, StoreReader, Question], Page]
 def now(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the page of the last round: faults, figures, the GPUs of each host, partitions and jobs."""
     seen = site.seen(reader)
-    view, hosts = seen.cut(asked.viewer), seen.hosts
+    view, hidden = seen.cut(asked.viewer), seen.veil(asked.viewer).hidden
+    hosts = [one for one in seen.hosts if one.name not in hidden]
     pages = max(1, -(-len(hosts) // HOSTS_A_PAGE))
     times = (("p50", view.yield_p50_s), ("p99", view.yield_p99_s))
     page = min(max(_number(asked.query.get("page", "1")), 1), pages)
@@ -141,9 +152,10 @@ def now(site: Site, reader: StoreReader, asked: Question) -> Page:
 def job(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return a job's story; another user's job and one that was never seen look alike."""
     number = _number(asked.name)
-    last = site.seen(reader).last
+    seen = site.seen(reader)
+    last = seen.last
     owner = reader.owner(number, last)
-    record = reader.job_record(number, MAX_ROWS, last)
+    record = seen.veil(asked.viewer).record(reader.job_record(number, MAX_ROWS, last))
     if not asked.viewer.everything and (owner is None or not asked.viewer.may_read(*owner)):
         raise PageRefusedError(404, f"job {number}: nothing on record of a job of yours")
     if not record.exists:
@@ -178,7 +190,7 @@ def host(site: Site, reader: StoreReader, asked: Question) -> Page:
     seen = site.seen(reader)
     last = seen.last
     nodes = [node for node in last.snapshot.nodes if node.host == asked.name]
-    if not nodes:
+    if not nodes or asked.name in seen.veil(asked.viewer).hidden:
         raise PageRefusedError(404, "Slurm has no host of this name")
     since_s = last.at_s - HOUR_S
     rows = [*reader.leases(since_s, host=asked.name), *(row for row in _current(last) if row.host == asked.name)]

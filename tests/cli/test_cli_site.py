@@ -462,6 +462,15 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     ]
 
 
+def test_doctor_names_a_relay_without_a_key(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    table = facts.settings.service
+    for relays, named in ((("n1",), []), (("n1", "login1"), ["login1"])):
+        service = msgspec.structs.replace(table, relays=relays)
+        found = examine(changed(facts, settings=msgspec.structs.replace(facts.settings, service=service)))
+        assert [one.observation.split(": ")[1] for one in found if one.observation.startswith("relays ")] == named
+
+
 def test_doctor_names_both_versions_where_agent_and_service_refuse_each_other(tmp_path: Path) -> None:
     facts = healthy(tmp_path)
     seen = facts.recorded

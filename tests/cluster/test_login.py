@@ -37,10 +37,10 @@ else:
 
 
 @pytest.fixture
-def private(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with PrivateData=jobs."""
+def private(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster with PrivateData=jobs, or what the test names."""
     cluster.ctl("cp", CONF, "/tmp/slurm.conf")
-    cluster.ctl("sh", "-c", f"echo PrivateData=jobs >>{CONF}")
+    cluster.ctl("sh", "-c", f"echo PrivateData={getattr(request, 'param', 'jobs')} >>{CONF}")
     cluster.ctl("scontrol", "reconfigure")
     cluster.service("ctl", "restart", "cadenzad")  # it asks Slurm anew who may see what
     yield cluster
@@ -114,6 +114,18 @@ def test_private_jobs_coordinators_and_operators(private: Cluster) -> None:
         wait_for(
             "his right's end", lambda: "of a job of yours" in ask(private, "bob", "why", str(job)).get("error", "")
         )
+
+
+@pytest.mark.parametrize("private", ["nodes"], indirect=True)
+def test_private_nodes_are_those_without_jobs_of_ones_own(private: Cluster) -> None:
+    def hosts(user: str, where: str = "login") -> set[str]:
+        return {row["host"] for row in ask(private, user, "top", "--once", where=where)["gpus"]}
+
+    job = running(private)
+    host = private.job(job)["NodeList"].partition("-l")[0]
+    assert wait_for("alice's host", lambda: hosts("alice") == {host})
+    assert hosts("bob") == set(), "Slurm shows bob no node: `sinfo` is refused, too"
+    assert len(hosts("root", "ctl")) > 1
 
 
 def test_a_forged_user_is_refused(cluster: Cluster) -> None:

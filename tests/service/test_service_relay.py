@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
-from service_rig import as_nobody, books, eventually, job, peer, refused, write_config
+from service_rig import as_nobody, books, eventually, job, node, peer, refused, write_config
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Gpu, Lease
@@ -185,17 +185,20 @@ def test_an_answer_too_large_for_the_link_says_so(site: tuple[Path, Hub], monkey
 
 def test_slurm_says_who_sees_the_jobs_of_others(slurm: Path, tmp_path: Path) -> None:
     access = JobAccess(tmp_path / "none.db", SystemClock())
-    assert access.of_name("ada") == Viewer("ada", everything=True, ids=True)
-    assert access.of_uid(DAEMON) == Viewer("daemon", accounts=frozenset({"lab", "other"}), ids=True)
+    shown = {"ids": True, "hosts": True}
+    assert access.of_name("ada") == Viewer("ada", everything=True, **shown)
+    assert access.of_uid(DAEMON) == Viewer("daemon", accounts=frozenset({"lab", "other"}), **shown)
     assert access.of_uid(DAEMON).may_read("ada", "lab")
     assert not access.of_uid(DAEMON).may_read("ada", "course")
-    assert access.of_uid(NOBODY) == Viewer("nobody", ids=True)
+    assert access.of_uid(NOBODY) == Viewer("nobody", **shown)
     (slurm / QUESTION.format("+ada")).write_text("ada|Operator|\n")
-    assert access.of_name("+ada") == Viewer("+ada", ids=True)
-    for gone in ("scontrol show config", "sacctmgr"):
-        (slurm / gone).unlink()
-        silent = JobAccess(tmp_path / "none.db", SystemClock())
-        assert silent.of_name("ada") == Viewer("ada"), "without Slurm's word a user sees their own jobs"
+    assert access.of_name("+ada") == Viewer("+ada", **shown)
+    (slurm / "sacctmgr").unlink()
+    assert JobAccess(tmp_path / "none.db", SystemClock()).of_name("ada") == Viewer("ada", **shown)
+    (slurm / "scontrol show config").unlink()
+    silent = JobAccess(tmp_path / "none.db", SystemClock())
+    assert silent.of_name("ada") == Viewer("ada"), "without Slurm's word a user sees their own jobs"
+    assert access.of_name("bob") == Viewer("bob", **shown), "its last word on the site holds"
 
 
 def test_private_data_hides_the_numbers_of_others_jobs(site: tuple[Path, Hub], slurm: Path) -> None:
@@ -217,6 +220,35 @@ def test_private_data_hides_the_numbers_of_others_jobs(site: tuple[Path, Hub], s
                 assert "ada" not in json.dumps(view["jobs"])
             finally:
                 server.close()
+
+
+def test_private_data_hides_the_hosts_of_others_jobs(slurm: Path, tmp_path: Path) -> None:
+    mine = job(1, user="nobody")
+    waits = job(3, user="nobody", state="PENDING", nodes=(), barred=frozenset({"n1", "n2"}))
+    theirs = job(2, "n2", user="ada", lease=Lease("held", (Gpu("n2", 0),)))
+    nodes = (node("n1"), node("n1-l1", 1), node("n2"), node("n2-l1", 1))
+    reasons = {waits.key: "waits for n2:gpu0-3: n2-l1 and n1 are full"}
+    store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
+    store.begin(books(mine, theirs, waits, nodes=nodes), Decision((), Memory(), reasons), (), Memory())
+    store.close()
+    for private, seen in (("jobs", {"n1", "n2"}), ("jobs,nodes", {"n1"})):
+        (slurm / "scontrol show config").write_text(f"PrivateData             = {private}\n")
+        owners = OwnerSocket(tmp_path / "jobs.sock", tmp_path / "cadenza.db", SystemClock())
+        latest, record = (
+            msgspec.json.decode(owners.answer(f'{{"job":{number}}}'.encode(), NOBODY), type=Answer)
+            for number in ("null", 3)
+        )
+        last = latest.latest and latest.latest.round()
+        assert latest.latest
+        assert last
+        assert record.record
+        assert {one.host for one in last.snapshot.nodes} == seen
+        assert {one.name for one in latest.latest.hosts} == seen
+        assert {gpu.host for gpu, _ in latest.latest.others} == seen - {"n1"}
+        hidden = "waits for another host:gpu0-3: another host and n1 are full"
+        for text in (last.decision.reasons[waits.key], record.record.reason):
+            assert text == (hidden if seen == {"n1"} else reasons[waits.key])
+        assert "n2" in seen or b"n2" not in msgspec.json.encode((latest, record))
 
 
 def test_a_coordinator_sees_the_accounts_jobs(site: tuple[Path, Hub], slurm: Path) -> None:

@@ -163,6 +163,19 @@ def test_answers_forbid_all_that_the_pages_do_not_need(pages: Pages, admin: str)
     assert saved.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
 
 
+def test_hosts_that_slurm_hides_are_those_without_jobs_that_one_may_see(
+    store: Path, admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers, "peer_uid", lambda _: PROXY_UID)
+    seen = {"": (), "carol": (), "ada": ("n1",), "bob": ("n1", "n2"), admin: ("n1", "n2", "n3", "n4")}
+    with serving(store, str(tmp_path / "web.sock"), private="jobs,nodes") as found:
+        for user, names in seen.items():
+            text = found.get("/", *named(user)).text
+            assert set(re.findall(r"\bn[1-4]\b", text)) == set(names), f"the first page for {user}"
+            own = [name for name in ("n1", "n2", "n3", "n4") if found.get(f"/hosts/{name}", *named(user)).status == 200]
+            assert own == list(names), user
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_nothing_can_be_changed(pages: Pages, method: str) -> None:
     assert pages.get("/", *named("ada"), method=method).status == 405

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import uvicorn
 
 from cadenza.policies.core.actions import Outcome, Tune
@@ -19,6 +20,7 @@ from cadenza.policies.round import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
 from cadenza.slurm_plugin.cli.web_command import opened
+from cadenza.slurm_plugin.service import job_access
 from cadenza.slurm_plugin.service.job_access import JobAccess
 from cadenza.slurm_plugin.service.settings import Settings, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -120,8 +122,8 @@ class Pages:
 
 
 @contextmanager
-def serving(store: Path, listen: str, whatifs: Path | None = None) -> Iterator[Pages]:
-    """Serve the pages at a socket's path, or with ``127.0.0.1:0`` at a free port."""
+def serving(store: Path, listen: str, whatifs: Path | None = None, private: str = "none") -> Iterator[Pages]:
+    """Serve the pages at a socket's path, or with ``127.0.0.1:0`` at a free port; ``private``: Slurm's PrivateData."""
     link = opened(listen)
     viewers = Viewers(JobAccess(store, SystemClock()), PROXY_UID)
     application = Server(Site(store, whatifs, SystemClock()), viewers).application()
@@ -130,7 +132,9 @@ def serving(store: Path, listen: str, whatifs: Path | None = None) -> Iterator[P
     thread.start()
     address = listen if listen.startswith("/") else f"http://127.0.0.1:{link.getsockname()[1]}"
     try:
-        yield Pages(listen, address)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job_access, "slurm_config", lambda: {"PrivateData": private})
+            yield Pages(listen, address)
     finally:
         server.should_exit = True
         thread.join(20)

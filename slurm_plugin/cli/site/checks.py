@@ -112,6 +112,9 @@ def _keys_of_hosts(facts: Facts) -> Iterator[Finding]:
             yield Finding("WARN", "keys", text, f"cadenza keygen --rotate {names}")
     if facts.keys and not any(key.host and not key.secret for key in facts.keys):
         yield Finding("FAIL", "keys", "no host has a key", "create them: cadenza keygen HOST...")
+    elif lacking := sorted({*facts.settings.service.relays} - {key.host for key in facts.keys}):
+        text = f"relays without a key, whose users cannot ask cadenzad: {', '.join(lacking)}"
+        yield Finding("FAIL", "keys", text, f"create it: cadenza keygen {' '.join(lacking)}, and reload cadenzad")
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
