@@ -109,8 +109,8 @@ class OutageRun(FaultRun):
 
     def _break(self) -> None:
         self.journal.add("outage", self.outage.name)
-        if self.outage.unreachable:
-            self.journal.add("down", self.outage.unreachable)
+        if self.outage.away:
+            self.journal.add("down", self.outage.away)
         host = self.outage.target
         match self.outage.kind:
             case "network":
@@ -146,8 +146,8 @@ class OutageRun(FaultRun):
                 self._killer.exec(host, "rm", BALLAST[kind])
             case kind if kind.startswith("stop-"):
                 self.signal(host, kind.removeprefix("stop-"), "CONT")
-        if self.outage.unreachable:
-            self.journal.add("up", self.outage.unreachable)
+        if self.outage.away:
+            self.journal.add("up", self.outage.away)
         self.journal.add("mended", self.outage.name)
 
     def _engine(self, *words: str) -> None:

@@ -53,8 +53,10 @@ class Outage(NamedTuple):
         return f"{self.kind}-{self.target}-{self.length_s:.0f}s"
 
     @property
-    def unreachable(self) -> str:
-        """What Slurm cannot reach, as the journal of kills names it; empty if Slurm itself is not affected."""
+    def away(self) -> str:
+        """What is away, as the journal of kills names it: a part of Slurm, or an agent; empty if neither is."""
+        if self.kind == "stop-cadenza-agent":
+            return f"{self.target}:cadenza-agent"
         if self.kind.startswith(IN_REACH):
             return ""
         return "ctl:slurmctld" if self.target == "ctl" else f"{self.target}:slurmd"

@@ -20,6 +20,9 @@ UP_S = 30.0
 IDLE_S = 30.0
 """Longest time that a GPU may be idle while a job that could use it waits."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+STOPPED_AGENT_S = 36.0
+"""The same while an agent is stopped: a job that starts on its host waits 30 s for its word (``wait=`` of the plugin,
+after which a job of another lane would have left), and Slurm takes a second before and the watcher one after that."""
 HELD_S = 30.0
 """Longest time that a job may be held while slurmctld answers: a move holds it for a second, a killed slurmctld too."""
 NOT_FOR_GPUS = ("JobHeld", "Dependency", "BeginTime")
@@ -157,9 +160,10 @@ def idle(record: Record) -> Iterator[Finding]:
         for gpu in since_s.keys() - wanted.keys():
             del since_s[gpu]
             reported.discard(gpu)
+        limit_s = STOPPED_AGENT_S if _stopped_agents(record, at_s) else IDLE_S
         for gpu, name in sorted(wanted.items()):
             idle_s = at_s - since_s.setdefault(gpu, at_s)
-            if idle_s > IDLE_S and gpu not in reported:
+            if idle_s > limit_s and gpu not in reported:
                 reported.add(gpu)
                 yield Finding(at_s, "GPU idle", f"GPU {gpu[1]} of {gpu[0]} for {idle_s:.0f} s while {name} waits")
 
@@ -262,6 +266,13 @@ def _up_s(record: Record, host: str, at_s: float) -> float:
             since_s = max(since_s, row["t"])
             away = away | {row["target"]} if row["kind"] == "down" else away - {row["target"]}
     return 0.0 if away else at_s - since_s
+
+
+def _stopped_agents(record: Record, at_s: float) -> set[str]:
+    """Return the agents that are stopped: they have a socket, and say nothing."""
+    rows = [row for row in record.journal if row["target"].endswith(":cadenza-agent") and row["t"] <= at_s]
+    last = {row["target"]: row["kind"] for row in rows}
+    return {agent for agent, kind in last.items() if kind == "down"}
 
 
 # --- Holds ---------------------------------------------------------------------------------------------

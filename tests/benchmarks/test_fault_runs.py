@@ -150,7 +150,8 @@ def test_outages_are_one_of_each_kind_and_their_jobs_are_the_seeds_alone() -> No
         "clock-node1-120s",
         "clock-ctl-120s",
     ]
-    reached = {outage.kind for outage in every if not outage.unreachable}
+    reached = {outage.kind for outage in every if "slurm" not in outage.away}
+    assert [outage.away for outage in every if "agent" in outage.away] == ["node1:cadenza-agent"]
     assert reached == {kind for kind in KINDS if re.match("disk|saves|stop-slurmdbd|stop-cadenza", kind)}
     (away,) = outages(["slurmctld"], 20.0)
     assert away.length_s == 20.0
@@ -175,6 +176,19 @@ def test_a_gpu_is_not_idle_while_slurm_cannot_reach_its_host_nor_shortly_after()
     assert "GPU idle" not in findings((10.0, "down", "node1:slurmd"))
     assert "GPU idle" not in findings((10.0, "down", "ctl:slurmctld"), (50.0, "up", "ctl:slurmctld"))
     assert "GPU idle" in findings((1.0, "down", "node1:slurmd"), (3.0, "up", "node1:slurmd"))
+
+
+def test_a_gpu_may_be_idle_for_as_long_as_the_plugin_waits_for_a_stopped_agent() -> None:
+    def idle(until_s: int, *kinds: str) -> int:
+        rows = [{"t": 10.0, "kind": kind, "target": "node1:cadenza-agent", "note": ""} for kind in kinds]
+        waits = [sample for sample in WAITS if sample["t"] <= until_s]
+        end = {"t": 100.0, "kind": "end", "target": "", "note": ""}
+        found = judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*waits, slurm(100.0)], journal=[*rows, end]))
+        return sum(finding.rule == "GPU idle" for finding in found)
+
+    assert idle(74, "down") == 0
+    assert idle(74, "down", "up") == idle(74) == 2
+    assert idle(78, "down") == 2
 
 
 def test_a_gpu_is_not_idle_while_slurm_has_its_host_down_nor_shortly_after() -> None:
