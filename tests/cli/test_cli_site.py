@@ -462,6 +462,20 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     ]
 
 
+def test_doctor_says_of_a_slurmctld_that_is_stopped_that_it_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "slurm_load_ctl_conf error: Socket timed out on send/recv operation"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    seen = facts_of_site.gather(write_config(tmp_path))
+    late = changed(healthy(tmp_path), now_s=1e12, slurm=None, problems=seen.problems)
+    found = {one.about: one for one in examine(late)}
+    assert found["Slurm"].observation == f"slurmctld does not answer: scontrol show config: {said}"
+    assert found["service"].advice == "it makes none without slurmctld"
+
+
 def test_doctor_names_a_relay_without_a_key(tmp_path: Path) -> None:
     facts = healthy(tmp_path)
     table = facts.settings.service

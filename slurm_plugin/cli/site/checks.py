@@ -402,7 +402,8 @@ def service(facts: Facts) -> Iterator[Finding]:
     age = facts.now_s - facts.recorded.time_s
     late = age > max(STALE_AFTER_ROUNDS * facts.settings.service.poll_s, MIN_STALE_AFTER_S)
     text = f"last round {age:.0f} s ago"
-    yield Finding("FAIL", "service", text, "is cadenzad up?") if late else Finding("OK", "service", text)
+    advice = "is cadenzad up?" if facts.slurm is not None else "it makes none without slurmctld"
+    yield Finding("FAIL", "service", text, advice) if late else Finding("OK", "service", text)
 
 
 def services(facts: Facts) -> Iterator[Finding]:

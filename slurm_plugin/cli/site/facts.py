@@ -18,6 +18,7 @@ from cadenza.policies.core.errors import CadenzaError
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.slurm_plugin.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.commands import Refusal, json_format
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 from cadenza.slurm_plugin.gateway.source_gateway import automatic, over_json, over_pyslurm
@@ -94,6 +95,9 @@ def gather(config: Path | None) -> Facts:
     def attempt(part: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
+        except SlurmUnavailable as error:  # one that is stopped takes connections, and Slurm's word is of its socket
+            problems[part] = f"slurmctld does not answer: {error}"
+            return None
         except (CadenzaError, Refusal, OSError, ValueError) as error:
             problems[part] = str(error)
             return None
