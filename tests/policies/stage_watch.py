@@ -8,35 +8,46 @@ from typing import Any, ClassVar
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.policies.sharing import pipeline
+from cadenza.policies.sharing.board.board import Board
 from cadenza.policies.sharing.pipeline import Pipeline
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.outcome import Outcome
+from cadenza.policies.sharing.state.round_state import RoundJobs, RoundState, Sizes, Turns, WaitingJobs
 
-FIELDS = frozenset(one.name for one in fields(SharingState) if not one.name.startswith("_")) | {"hosts"}
+PARTS = {"jobs": RoundJobs, "who": Turns, "where": Board, "how_big": Sizes, "slurm": WaitingJobs, "outcome": Outcome}
+NAMES = [one.name for part in PARTS.values() for one in fields(part)]
+FIELDS = frozenset(NAMES) | {"hosts", "memory"}
 Found = dict[str, set[str]]
 
 
-class Watched(SharingState):
-    """A state that notes which of its fields the stage that runs reads and sets."""
+class Watch:
+    """The fields of the state and of its parts that the stage which runs has read and set."""
 
-    __slots__ = ()
     reads: ClassVar[set[str]] = set()
     writes: ClassVar[set[str]] = set()
 
-    def __getattribute__(self, name: str) -> Any:
-        Watched.reads.add(name)
-        return super().__getattribute__(name)
+    def read(self, name: str) -> Any:
+        """Note a field that is read."""
+        Watch.reads.add(name)
+        return object.__getattribute__(self, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        Watched.writes.add(name)
-        super().__setattr__(name, value)
+    def write(self, name: str, value: object) -> None:
+        """Note a field that is set."""
+        Watch.writes.add(name)
+        object.__setattr__(self, name, value)
 
 
-def content(state: SharingState) -> dict[str, object]:
+HOOKS = {"__getattribute__": Watch.read, "__setattr__": Watch.write}
+WATCHED = {one: type(one.__name__, (one,), HOOKS) for one in (*PARTS.values(), RoundState)}
+
+
+def content(state: RoundState) -> dict[str, object]:
     """Return a copy of the values that a stage could change in place."""
-    values = {name: getattr(state, name) for name in FIELDS}
+    values = {one.name: getattr(part, one.name) for name in PARTS for part in [getattr(state, name)]
+              for one in fields(PARTS[name])}  # fmt: skip
     found = {name: type(value)(value) for name, value in values.items() if type(value) in (list, dict, set)}
+    found["reasons"] = {key: dict(said) for key, said in state.outcome.reasons.items()}
     found["hosts"] = [
-        (repr(one.use), [*one.residents], one.unmanaged, one.committed_mb) for one in state.hosts.values()
+        (repr(one.use), [*one.residents], one.unmanaged, one.committed_mb) for one in state.where.hosts.values()
     ]
     return found
 
@@ -50,16 +61,18 @@ def decide(self: Pipeline, snapshot: ClusterSnapshot, memory: Memory) -> Decisio
     """Decide as ``Pipeline.decide`` does; an AssertionError names the stage that does what its row does not say."""
     rows = table()
     changed = set().union(*(writes for _, writes in rows.values()))
-    state = Watched.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
-    for stage in (*self.stages, lambda state: dict(state.reasons)):  # sentences are worked out when they are read
+    state = RoundState.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
+    for part in (*(getattr(state, name) for name in PARTS), state):
+        part.__class__ = WATCHED[type(part)]
+    for stage in (*self.stages, lambda state: dict(state.outcome.sentences)):  # these are worked out when they are read
         before = content(state)
-        Watched.reads, Watched.writes = set(), set()
+        Watch.reads, Watch.writes = set(), set()
         stage(state)
-        reads, writes = Watched.reads & changed, Watched.writes & FIELDS
+        reads, writes = Watch.reads & changed, Watch.writes & FIELDS
         after = content(state)
         writes |= {name for name in after if after[name] != before.get(name, after[name])}
         may_read, may_write = rows.get(stage.__name__, rows["explain"])
         assert writes <= may_write, f"{stage.__name__} writes {writes - may_write}, of which its row says nothing"
         undeclared = reads - may_read - may_write
         assert not undeclared, f"{stage.__name__} reads {undeclared}, of which its row says nothing"
-    return state.decision()
+    return state.outcome.decision(state.memory)

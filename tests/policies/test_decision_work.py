@@ -11,7 +11,7 @@ import pytest
 from cadenza.policies.core.decision import Decision, Memory, Sentences
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.sharing.turns import slurm_sync
+from cadenza.policies.sharing.turns import reasons
 from cadenza.policies.simulator.run_values import Result
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.simulations.request import read_request
@@ -46,7 +46,7 @@ def test_a_simulation_works_out_no_sentences(monkeypatch: pytest.MonkeyPatch) ->
     def never(_: object) -> dict[JobKey, str]:
         raise AssertionError("sentences that nobody reads")
 
-    monkeypatch.setattr(slurm_sync, "_sentences", never)
+    monkeypatch.setattr(reasons, "_sentences", never)
     long = TraceJob(1, 0.0, 4, 40_000.0, checkpoints=True)
     short = [TraceJob(number, 8_000.0 * number, 4, 600.0, checkpoints=True) for number in (2, 3)]
     result = run([long, *short])

@@ -14,7 +14,7 @@ from cadenza.policies.core.model import Options
 from cadenza.policies.sharing.pipeline import Pipeline
 from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.turns.slurm_sync import explain
+from cadenza.policies.sharing.turns.reasons import explain
 
 PLACES = SharingSettings(enforce=True, place=True, max_priority=10, partitions=frozenset({"gpu"}))
 

@@ -13,7 +13,7 @@ from cadenza.policies.core.actions import Place, Resize, Yield
 from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import JobKey, Options, Share
 from cadenza.policies.core.move import Move, Ordered, Phase, Requeued
-from cadenza.policies.sharing.state.sharing_state import sizes
+from cadenza.policies.sharing.state.round_state import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
 GROWS = Options(min_gpus=1, max_gpus=4)

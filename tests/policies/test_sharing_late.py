@@ -14,7 +14,7 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.actions import Migrate, Resume, Suspend, Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Job, Options, Progress
-from cadenza.policies.sharing.turns.slurm_sync import NOT_ASKED
+from cadenza.policies.sharing.turns.reasons import NOT_ASKED
 
 ORDERS = {"preemption": "levels", "timeslice": "fifo", "gandiva": "fifo"}
 LANES = 4

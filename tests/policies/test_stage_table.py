@@ -5,16 +5,20 @@ The tests of Gandiva's functions watch it too: ``gandiva_rig`` decides with ``st
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from gandiva_rig import decided, on, world
-from stage_watch import FIELDS, decide
+from stage_watch import FIELDS, NAMES, PARTS, decide
 from test_golden_decisions import CASES, CHAINS, drawn
 
 from cadenza.policies.sharing import pipeline
 from cadenza.policies.sharing.pipeline import STAGES, Pipeline
+from cadenza.policies.sharing.state.round_state import RoundState
 
 START = {"memory", "groups", "packed", "fixed", "moves_left", "hosts"}
 """Fields that have a value as the round begins."""
+MOST_FIELDS = 10
 EVERY = 8
 """Of so many drawn worlds one is watched: the states are copied before each stage."""
 
@@ -42,6 +46,13 @@ def test_no_stage_reads_what_no_stage_before_it_wrote():
     assert unwritten(without("holders", of="take_turns"))
 
 
+def test_the_state_has_ten_fields_and_a_name_is_that_of_one_field_of_its_parts():
+    names = [one.name for one in fields(RoundState)]
+    assert len(names) <= MOST_FIELDS
+    assert set(PARTS) < set(names)
+    assert len({*NAMES, *names}) == len(NAMES) + len(names)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_stages_read_and_write_what_the_table_says(name, monkeypatch):
     monkeypatch.setattr(Pipeline, "decide", decide)
@@ -53,3 +64,9 @@ def test_a_row_that_does_not_name_what_its_stage_writes_is_noticed(monkeypatch):
     monkeypatch.setattr(pipeline, "STAGES", without("holders", of="take_turns"))
     with pytest.raises(AssertionError, match=r"take_turns writes .*holders"):
         decided(world(on(1, "a", 0)))
+
+
+def test_a_stage_that_says_something_without_its_row_saying_so_is_noticed(monkeypatch):
+    monkeypatch.setattr(pipeline, "STAGES", without("reasons", of="take_turns"))
+    with pytest.raises(AssertionError, match=r"take_turns writes .*reasons"):
+        decided(world(on(1, "a", 0), on(2, "a", 0, state="waiting", lane=1)))

@@ -238,6 +238,8 @@ class HostState:
         """
         sharers_by_gpu = self.sharers_by_gpu()
         stuck, seats = self.stuck_gpus, []
+        # A placement can name a node only: which GPUs a job has there is Slurm's choice, made in each lane as if that
+        # were a host of its own. So a lane has one seat for a job, and another lane may have the same GPUs.
         for node in self.lanes:
             free = self.next_gpus(request.gpus, self.taken(node.name))
             if len(free) == request.gpus and self.fits(node, request) and stuck.isdisjoint(free):

@@ -14,7 +14,7 @@ from cadenza.policies.allocation.problem import share_speed
 from cadenza.policies.core.decision import Loan
 from cadenza.policies.core.model import Job, JobKey, StepRate
 from cadenza.policies.sharing.state.measurement import MIN_ITERATIONS, Rule
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 MAX_LOSS = 0.03
 """A job that lends may be slower by this part: less is noise."""
@@ -24,15 +24,17 @@ SETTLING_SHARE = 0.25
 """Part of a window after a change that does not count: what loaders have read ahead."""
 
 
-def review_cpu_loans(state: SharingState) -> None:
+def review_cpu_loans(state: RoundState) -> None:
     """Compare jobs that lend CPUs with what they were promised.
 
     Only where Slurm's allocation is a floor: otherwise jobs are promised their proportional shares, and none lends.
     """
     types = {node.name: node.gpu_type for node in state.snapshot.nodes}
     window_s = Rule.under(state.settings, state.gandiva).window_s
-    lending = LoanReview(state.now_s, window_s, types).look(state.jobs, state.memory.sharing.loans)
-    state.keeps_cpus = lending.keeps
+    lending = LoanReview(state.now_s, window_s, types).look(state.jobs.ours, state.memory.sharing.loans)
+    for key, reason in lending.keeps.items():
+        state.outcome.say("cpus", key, reason)
+    state.how_big.keeps_cpus = frozenset(lending.keeps)
     state.remember(loans=lending.loans)
 
 

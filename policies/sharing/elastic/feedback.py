@@ -14,14 +14,14 @@ from cadenza.policies.core.actions import Action, Resize
 from cadenza.policies.core.decision import Growth
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.sharing.state.measurement import Rule
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 
-def review_growth(state: SharingState) -> None:
+def review_growth(state: RoundState) -> None:
     """Compare jobs that have grown with their speed before."""
     rule = Rule.under(state.settings, state.gandiva)
     growths = Growths(state.memory.sharing.growths, rule, state.now_s, state.gandiva.pack_again_s)
-    state.remember(growths=growths.evaluate(state.jobs))
+    state.remember(growths=growths.evaluate(state.jobs.ours))
 
 
 def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -> Iterator[Growth]:

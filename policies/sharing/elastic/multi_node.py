@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cadenza.policies.core.model import Job, Placement
 from cadenza.policies.sharing.board.host import HostState, Seat
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
-from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
+from cadenza.policies.sharing.state.round_state import RoundState, share_of
 
 
 class MultiNodeJob(NamedTuple):
@@ -31,15 +31,15 @@ class MultiNodeJob(NamedTuple):
         return len(self.hosts) - self.least
 
 
-def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
+def multi_node_job(state: RoundState, job: Job) -> MultiNodeJob | None:
     """Return a job's hosts; None for a job of one host, and for one that has not the same on each."""
     if state.asked_nodes(job) < 2:  # noqa: PLR2004 - one host is
         return None
-    hosts = tuple(state.by_node[name] for name in job.nodes if name in state.by_node)
+    hosts = tuple(state.where.by_node[name] for name in job.nodes if name in state.where.by_node)
     residents = [host.residents[job.key] for host in hosts if job.key in host.residents]
     requests, lanes = (
         {resident.request for resident in residents},
-        {state.lane_of(resident.lane) for resident in residents},
+        {state.where.lane_of(resident.lane) for resident in residents},
     )
     if len(residents) != len(job.nodes) or len(requests) != 1 or len(lanes) != 1:
         return None
@@ -47,7 +47,7 @@ def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
     return MultiNodeJob(job, request, hosts, max(-(-sizes[0] // request.gpus), 1), sizes[-1] // request.gpus)
 
 
-def give_back(state: SharingState, wide: MultiNodeJob, hosts: Collection[HostState], reason: str) -> None:
+def give_back(state: RoundState, wide: MultiNodeJob, hosts: Collection[HostState], reason: str) -> None:
     """Continue a job without some of its hosts."""
     leaving = {host.name for host in hosts}
     state.resize_nodes(wide.job, _shares(wide, [host for host in wide.hosts if host.name not in leaving]), reason)
@@ -55,7 +55,7 @@ def give_back(state: SharingState, wide: MultiNodeJob, hosts: Collection[HostSta
         host.leave(host.residents[wide.job.key])
 
 
-def grow_by_hosts(state: SharingState, wide: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
+def grow_by_hosts(state: RoundState, wide: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
     """Continue a job on more hosts, of those whose GPUs are free, on ``most`` in all."""
     seats = [(host, seat) for host in idle if (seat := _seat(state, wide, host)) is not None]
     more = seats[: max(min(most, wide.most) - len(wide.hosts), 0)]
@@ -70,7 +70,7 @@ def grow_by_hosts(state: SharingState, wide: MultiNodeJob, idle: Iterable[HostSt
         host.enter(wide.job, wide.request, seat)
 
 
-def _seat(state: SharingState, wide: MultiNodeJob, host: HostState) -> Seat | None:
+def _seat(state: RoundState, wide: MultiNodeJob, host: HostState) -> Seat | None:
     """Return the GPUs that a job would have on one more host, in its lane and to itself."""
     first, key = wide.hosts[0], wide.job.key
     if (
@@ -80,7 +80,7 @@ def _seat(state: SharingState, wide: MultiNodeJob, host: HostState) -> Seat | No
     ):
         return None
     lane, gpus_known = (
-        state.lane_of(first.residents[key].lane),
+        state.where.lane_of(first.residents[key].lane),
         all(resident.gpus for resident in host.residents.values()),
     )
     seats = (seat for seat in host.seats(wide.request) if gpus_known and seat.lane == lane and seat.sharers == 0)

@@ -19,7 +19,7 @@ from cadenza.policies.sharing.board.host import HostState, Resident, Seat
 from cadenza.policies.sharing.board.resource_request import ResourceRequest, sized
 from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, multi_node_job
 from cadenza.policies.sharing.state.pending import lacks_lease
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 Plan: TypeAlias = list[tuple[Resident, int]]
 """Jobs that shrink on a host, with their new number of GPUs there; 0: the job leaves the host."""
@@ -29,31 +29,27 @@ UNDECIDED_S = 5.0
 # --- Shrink --------------------------------------------------------------------------------------------
 
 
-def shrink_for_pending(state: SharingState) -> None:
+def shrink_for_pending(state: RoundState) -> None:
     """Take GPUs from jobs that can do with fewer: for the pending jobs, in order, then for those without a lease."""
-    if not any(state.sizes(job)[0] < job.gpus for job in state.jobs.values()):
+    if not any(state.sizes(job)[0] < job.gpus for job in state.jobs.ours.values()):
         return
     promised: dict[str, int] = {}
-    for job in (*state.pending, *state.queued):
+    for job in (*state.slurm.to_place, *state.slurm.queued):
         _shrink_for(state, job, promised)
-    for host in state.hosts.values():
+    for host in state.where.hosts.values():
         for key in sorted(host.residents):
             resident = host.residents.get(key)  # it may have left for one before it
-            if resident is not None and _stands(state, resident):
+            free = key in state.jobs.ours and key not in state.where.fixed and key not in state.who.packed
+            if resident is not None and free and lacks_lease(resident):
                 _shrink_beside(state, host, resident)
 
 
-def _stands(state: SharingState, resident: Resident) -> bool:
-    key = resident.job.key
-    return key in state.jobs and key not in state.fixed and key not in state.packed and lacks_lease(resident)
-
-
-def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None:
+def _shrink_for(state: RoundState, job: Job, promised: dict[str, int]) -> None:
     """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
-    if any(job.key in host.residents for host in state.hosts.values()):
+    if any(job.key in host.residents for host in state.where.hosts.values()):
         return  # it has been placed, and Slurm is to start it
-    if _undecided(state, job):
-        return
+    if job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S:
+        return  # Slurm has not looked at it yet: it may start it on a lane, and the lane decides who shrinks
     request = ResourceRequest.under(job, floor=state.settings.floor)
     plans = [(host, _room(state, host, request, promised.get(host.name, 0))) for host in _open_to(state, job)]
     chosen = _chosen(state, [(host, plan) for host, plan in plans if plan is not None], request.nodes)
@@ -66,15 +62,10 @@ def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None
                 leaving.setdefault(resident.job.key, []).append(host)
         promised[host.name] = promised.get(host.name, 0) + request.gpus
     for key, hosts in leaving.items():
-        _leave(state, state.jobs[key], hosts, f"job {job.key} needs them")
+        _leave(state, state.jobs.ours[key], hosts, f"job {job.key} needs them")
 
 
-def _undecided(state: SharingState, job: Job) -> bool:
-    """Return True if Slurm has not looked at a job yet: it may start it on a lane, and the lane decides who shrinks."""
-    return job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S
-
-
-def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:
+def _chosen(state: RoundState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:
     """Return ``count`` hosts on which the fewest jobs shrink, or none; no job leaves more hosts than it can spare."""
     chosen: list[tuple[HostState, Plan]] = []
     left: Counter[JobKey] = Counter()
@@ -86,18 +77,18 @@ def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count:
     return chosen if len(chosen) == count else []
 
 
-def _open_to(state: SharingState, job: Job) -> list[HostState]:
+def _open_to(state: RoundState, job: Job) -> list[HostState]:
     """Return the hosts on which a job may start."""
     return [
         host
-        for host in state.hosts.values()
+        for host in state.where.hosts.values()
         if host.usable
         and job.partition in host.lanes[0].partitions
         and (not job.required_nodes or any(node.name in job.required_nodes for node in host.lanes))
     ]
 
 
-def _room(state: SharingState, host: HostState, request: ResourceRequest, promised: int) -> Plan | None:
+def _room(state: RoundState, host: HostState, request: ResourceRequest, promised: int) -> Plan | None:
     """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
     plan: Plan = []
     lacking = host.gpus_allocated + promised + request.gpus - host.gpus
@@ -111,7 +102,7 @@ def _room(state: SharingState, host: HostState, request: ResourceRequest, promis
     return plan if lacking <= 0 else None
 
 
-def _sizes_on(state: SharingState, resident: Resident) -> tuple[int, ...]:
+def _sizes_on(state: RoundState, resident: Resident) -> tuple[int, ...]:
     """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
     sizes = state.sizes(resident.job)
     if sizes[0] >= resident.job.gpus:
@@ -121,20 +112,20 @@ def _sizes_on(state: SharingState, resident: Resident) -> tuple[int, ...]:
     return (0,) if _spare(state, resident.job) > 0 else ()
 
 
-def _spare(state: SharingState, job: Job) -> int:
+def _spare(state: RoundState, job: Job) -> int:
     """Return how many hosts a job can give back now."""
     wide = multi_node_job(state, job) if _stoppable(state, job) else None
     return wide.spare if wide is not None else 0
 
 
-def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], reason: str) -> None:
+def _leave(state: RoundState, job: Job, hosts: Sequence[HostState], reason: str) -> None:
     """Take hosts from a job that can spare them."""
     wide = multi_node_job(state, job)
     if wide is not None:
         give_back(state, wide, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {reason}")
 
 
-def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> None:
+def _shrink_beside(state: RoundState, host: HostState, waiting: Resident) -> None:
     """Shrink all jobs that have GPUs of a job without a lease to GPUs of their own, if they all can.
 
     The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
@@ -164,7 +155,7 @@ def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> N
             _leave(state, rival.job, (host,), reason)
 
 
-def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[ResourceRequest, Seat] | None:
+def _smaller(state: RoundState, host: HostState, resident: Resident) -> tuple[ResourceRequest, Seat] | None:
     """Return the largest smaller size of a job for which a lane has GPUs that no other job has."""
     for size in reversed(state.sizes(resident.job)):
         request = sized(resident.request, size)
@@ -178,19 +169,19 @@ def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[
     return None
 
 
-def _resizable(state: SharingState, resident: Resident) -> bool:
+def _resizable(state: RoundState, resident: Resident) -> bool:
     """Return True if a job may be resized within its host, however recently it was: a grown job gives back at once."""
     job = resident.job
     return len(job.nodes) == 1 and state.asked_nodes(job) == 1 and _stoppable(state, job)
 
 
-def _stoppable(state: SharingState, job: Job) -> bool:
+def _stoppable(state: RoundState, job: Job) -> bool:
     """Return True if a job is ours to stop, with a checkpoint, and to start again."""
     lease = job.lease
     return (
-        job.key in state.jobs
-        and job.key not in state.fixed
-        and job.key not in state.packed
+        job.key in state.jobs.ours
+        and job.key not in state.where.fixed
+        and job.key not in state.who.packed
         and job.requeueable
         and lease is not None
         and lease.checkpoints
@@ -199,12 +190,14 @@ def _stoppable(state: SharingState, job: Job) -> bool:
     )
 
 
-def explain_sizes(state: SharingState) -> None:
-    """Note why jobs that could run with other numbers of GPUs are not resized."""
-    state.size_reasons = {key: reason for key, job in state.jobs.items() if (reason := _fixed_size_reason(state, job))}
+def explain_sizes(state: RoundState) -> None:
+    """Say why jobs that could run with other numbers of GPUs are not resized."""
+    for key, job in state.jobs.ours.items():
+        if reason := _fixed_size_reason(state, job):
+            state.outcome.say("size", key, reason)
 
 
-def _fixed_size_reason(state: SharingState, job: Job) -> str | None:
+def _fixed_size_reason(state: RoundState, job: Job) -> str | None:
     """Return why a job that could run with other numbers of GPUs is not resized, None if it may be."""
     lease = job.lease
     if lease is None or len(state.sizes(job)) == 1:
@@ -224,44 +217,45 @@ def _fixed_size_reason(state: SharingState, job: Job) -> str | None:
 # --- Grow ----------------------------------------------------------------------------------------------
 
 
-def grow(state: SharingState) -> None:
+def grow(state: RoundState) -> None:
     """Give jobs the GPUs of their host that have been idle long enough, as long as no job waits in a queue."""
     before = dict(state.memory.sharing.spare_s)
-    spare = tuple((host.name, before.get(host.name, state.now_s)) for host in state.hosts.values() if host.idle())
+    spare = tuple((host.name, before.get(host.name, state.now_s)) for host in state.where.hosts.values() if host.idle())
     state.remember(spare_s=spare)
-    if state.pending or state.queued:
+    if state.slurm.to_place or state.slurm.queued:
         return
-    if any(host.overcommit > 1 or any(map(lacks_lease, host.residents.values())) for host in state.hosts.values()):
+    hosts = state.where.hosts.values()
+    if any(host.overcommit > 1 or any(map(lacks_lease, host.residents.values())) for host in hosts):
         return
-    idle = [state.hosts[name] for name, since_s in spare if state.now_s - since_s >= state.gandiva.idle_s]
+    idle = [state.where.hosts[name] for name, since_s in spare if state.now_s - since_s >= state.gandiva.idle_s]
     for host in idle:
         _grow_on(state, host)
     if idle:
         _grow_over(state, idle)
 
 
-def undo_growth(state: SharingState) -> None:
+def undo_growth(state: RoundState) -> None:
     """Give jobs that gained nothing by growing their former size back; what they gained is in the memory."""
     vain = _grown_in_vain(state)
     if not vain:
         return
-    grown = [(host, t) for host in state.hosts.values() for t in host.residents.values() if t.job.key.id in vain]
+    grown = [(host, t) for host in state.where.hosts.values() for t in host.residents.values() if t.job.key.id in vain]
     for host, resident in grown:
         row = vain[resident.job.key.id]
         if resident.request.gpus > row.gpus and row.gpus in state.sizes(resident.job) and _resizable(state, resident):
             _resize(state, host, resident, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
-    for job in [job for job in state.jobs.values() if job.key.id in vain and _spare(state, job)]:
+    for job in [job for job in state.jobs.ours.values() if job.key.id in vain and _spare(state, job)]:
         row, wide = vain[job.key.id], multi_node_job(state, job)
         hosts = wide.hosts[row.gpus // wide.request.gpus :] if wide is not None else ()
         if wide is not None and hosts:
             give_back(state, wide, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
 
 
-def _grown_in_vain(state: SharingState) -> dict[int, Growth]:
+def _grown_in_vain(state: RoundState) -> dict[int, Growth]:
     return {row.id: row for row in state.memory.sharing.growths if row.vain}
 
 
-def _grow_on(state: SharingState, host: HostState) -> None:
+def _grow_on(state: RoundState, host: HostState) -> None:
     vain = _grown_in_vain(state)
     residents = [t for t in host.residents.values() if _resizable(state, t) and state.may(t.job)]
     for resident in sorted(residents, key=lambda resident: (-_rate(resident.job), resident.job.key)):
@@ -274,10 +268,10 @@ def _grow_on(state: SharingState, host: HostState) -> None:
             _resize(state, host, resident, size, f"grows to {size} GPUs: those of {host.name} have been idle")
 
 
-def _grow_over(state: SharingState, idle: Sequence[HostState]) -> None:
+def _grow_over(state: RoundState, idle: Sequence[HostState]) -> None:
     """Give jobs of several hosts more of them, of those that have been idle long enough."""
     vain = _grown_in_vain(state)
-    able = [job for job in state.jobs.values() if _stoppable(state, job)]
+    able = [job for job in state.jobs.ours.values() if _stoppable(state, job)]
     for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
         wide = multi_node_job(state, job) if state.may(job) else None
         if wide is not None:
@@ -291,7 +285,7 @@ def _rate(job: Job) -> float:
     return 1.0 / seconds if seconds else 0.0
 
 
-def _resize(state: SharingState, host: HostState, resident: Resident, size: int, reason: str) -> None:
+def _resize(state: RoundState, host: HostState, resident: Resident, size: int, reason: str) -> None:
     """Resize a job within its host, if a lane has the GPUs; a job that grows gets only GPUs that no other job has."""
     wanted, grows = sized(resident.request, size), size > resident.request.gpus
     host.leave(resident)

@@ -19,7 +19,7 @@ from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE
 from cadenza.policies.sharing.board.host import HostState, Resident, Seat
 from cadenza.policies.sharing.migration.rebalance import PAYS_BACK
 from cadenza.policies.sharing.placement.host_division import HostDivision
-from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
+from cadenza.policies.sharing.state.round_state import RoundState, sharers
 
 MIN_SPEED_LACKING = 0.05
 """A job that lacks less than this part of its best speed is not worth a look."""
@@ -40,11 +40,11 @@ class _Outlook:
         return sum(self.speeds.values())
 
 
-def relieve_bottlenecks(state: SharingState) -> None:
+def relieve_bottlenecks(state: RoundState) -> None:
     """Move jobs that their host's CPUs or memory hold back, if nothing else moves and no job waits to be placed."""
-    if state.pending or state.queued or state.moves:
+    if state.slurm.to_place or state.slurm.queued or state.outcome.moves:
         return
-    if not any(host.usable and host.idle() for host in state.hosts.values()):
+    if not any(host.usable and host.idle() for host in state.where.hosts.values()):
         return
     division = HostDivision.of(state)
     tries, changed = MAX_MOVES_TRIED, set[str]()
@@ -59,12 +59,12 @@ def relieve_bottlenecks(state: SharingState) -> None:
                 break
 
 
-def _held_back(state: SharingState) -> Iterator[tuple[HostState, Resident]]:
+def _held_back(state: RoundState) -> Iterator[tuple[HostState, Resident]]:
     """Return the jobs that have their GPUs to themselves and are slower than they could be."""
-    for host in state.hosts.values():
+    for host in state.where.hosts.values():
         for resident in state.residents(host):
             key = resident.job.key
-            alone = key in state.holders and key not in state.packed and sharers(host, resident) == 1
+            alone = key in state.who.holders and key not in state.who.packed and sharers(host, resident) == 1
             if alone and _lacks(host, resident) > MIN_SPEED_LACKING:
                 yield host, resident
 
@@ -79,11 +79,11 @@ def _lacks(host: HostState, resident: Resident) -> float:
     return 1.0 - there.speed(cpus / gpus, memory_mb / gpus / MB_PER_GB) / there.best_speed
 
 
-def _seats(state: SharingState, source: HostState, resident: Resident) -> list[tuple[HostState, Seat]]:
+def _seats(state: RoundState, source: HostState, resident: Resident) -> list[tuple[HostState, Seat]]:
     """Return free GPUs of the job's type on hosts of its class or empty ones, most CPUs for each GPU in use first."""
     candidates = [
         (-target.lanes[0].cpus / (target.gpus_allocated + resident.request.gpus), target.name, target, seat)
-        for target in state.hosts.values()
+        for target in state.where.hosts.values()
         if target is not source
         and target.lanes[0].gpu_type == source.lanes[0].gpu_type
         and target.affinity in (0, resident.request.gpus)
@@ -95,7 +95,7 @@ def _seats(state: SharingState, source: HostState, resident: Resident) -> list[t
     return [(target, seat) for *_, target, seat in sorted(candidates, key=lambda row: row[:2])]
 
 
-def _stays(state: SharingState, host: HostState, more: int) -> bool:
+def _stays(state: RoundState, host: HostState, more: int) -> bool:
     """Return True if defragmentation leaves a host as it is with so many more GPUs in use: else it undoes the move."""
     gpus_allocated = host.gpus_allocated + more
     return not (
@@ -104,7 +104,7 @@ def _stays(state: SharingState, host: HostState, more: int) -> bool:
 
 
 def _relieves(
-    division: HostDivision, state: SharingState, source: tuple[HostState, Resident], target: tuple[HostState, Seat]
+    division: HostDivision, state: RoundState, source: tuple[HostState, Resident], target: tuple[HostState, Seat]
 ) -> bool:
     """Return True if a move makes its job faster, no job slower than promised, and gains more than it costs."""
     (home, resident), (there, _) = source, target

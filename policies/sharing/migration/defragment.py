@@ -17,67 +17,68 @@ from cadenza.policies.sharing.board.host import HostState, Resident, Seat
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.migration.move_search import Mover, Plan, Wish, free_seat, room
 from cadenza.policies.sharing.state.pending import lacks_lease
-from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
+from cadenza.policies.sharing.state.round_state import RoundState, sharers
 
 
-def open_defragmentation(state: SharingState) -> None:
+def open_defragmentation(state: RoundState) -> None:
     """Let the placement of pending jobs make room for those that no host can start."""
-    state.make_room = make_room
+    state.slurm.make_room = make_room
 
 
-def make_room(state: SharingState, job: Job) -> str:
+def make_room(state: RoundState, job: Job) -> str:
     """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
-    if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.home(job) is not None:
+    if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.where.home(job) is not None:
         return ""
     request = ResourceRequest.under(job, floor=state.settings.floor)
     return _make(state, Wish(job, request))
 
 
-def defragment_for_queue(state: SharingState) -> None:
+def defragment_for_queue(state: RoundState) -> None:
     """Make room for jobs that Slurm would start if it had the resources; those with room already keep it."""
-    for job in state.queued:
+    for job in state.slurm.queued:
         stuck = job.state_reason == "Resources" and state.settings.manages(job)
         if stuck and _searches(state) and not _served(state, job):
             make_room(state, job)
 
 
-def defragment_for_lanes(state: SharingState) -> None:
+def defragment_for_lanes(state: RoundState) -> None:
     """Make room for jobs that stand without a lease where Slurm started them: others leave their GPUs."""
-    for host in state.hosts.values() if _searches(state) else ():
+    for host in state.where.hosts.values() if _searches(state) else ():
         for key in sorted(host.residents):
             resident = host.residents.get(key)
             if resident is not None and _searches(state) and _waits_for_lease(state, host, resident):
                 _make(state, Wish(resident.job, resident.request, host))
 
 
-def _searches(state: SharingState) -> bool:
+def _searches(state: RoundState) -> bool:
     """Return True if room may be made: not while a job may still be counted on the node that it leaves."""
-    settled = all(move.arriving for move in state.relocating.values())
-    return settled and state.moves_left > 0 and state.room_searches_left > 0
+    settled = all(move.arriving for move in state.where.relocating.values())
+    return settled and state.where.moves_left > 0 and state.slurm.room_searches_left > 0
 
 
-def _make(state: SharingState, wish: Wish) -> str:
-    state.room_searches_left -= 1
+def _make(state: RoundState, wish: Wish) -> str:
+    state.slurm.room_searches_left -= 1
     plan = room(state, wish, list(_movers(state, wish)))
     if plan is None:
         return ""
-    state.room_made[wish.job.key] = _carry_out(state, wish, plan)
-    return state.room_made[wish.job.key]
+    state.slurm.room_made = True
+    return _carry_out(state, wish, plan)
 
 
 # --- Room for those that wait --------------------------------------------------------------------------
 
 
-def _waits_for_lease(state: SharingState, host: HostState, resident: Resident) -> bool:
+def _waits_for_lease(state: RoundState, host: HostState, resident: Resident) -> bool:
     key = resident.job.key
-    ours = key in state.jobs and key not in state.fixed and key not in state.packed and len(resident.job.nodes) == 1
-    return ours and lacks_lease(resident) and key not in state.holders and sharers(host, resident) > 1
+    free = key in state.jobs.ours and key not in state.where.fixed and key not in state.who.packed
+    waits = free and lacks_lease(resident) and key not in state.who.holders
+    return waits and len(resident.job.nodes) == 1 and sharers(host, resident) > 1
 
 
-def _served(state: SharingState, job: Job) -> bool:
+def _served(state: RoundState, job: Job) -> bool:
     """Return True if a job has room already; it is kept for it then."""
     request = ResourceRequest.under(job, floor=state.settings.floor)
-    for host in state.hosts.values():
+    for host in state.where.hosts.values():
         seat = free_seat(host, job, request) if host.usable else None
         if seat is not None:
             host.enter(job, request, seat)
@@ -85,18 +86,18 @@ def _served(state: SharingState, job: Job) -> bool:
     return False
 
 
-def _movers(state: SharingState, wish: Wish) -> Iterator[Mover]:
+def _movers(state: RoundState, wish: Wish) -> Iterator[Mover]:
     """Return the jobs that may move for a job: those with a negligible loss; outside its turns, none above it."""
     most = state.settings.priority(wish.job) if wish.home is not None else inf
-    for host in state.hosts.values():
+    for host in state.where.hosts.values():
         for resident in state.residents(host):
             key = resident.job.key
-            fits = key != wish.job.key and key not in state.packed and _negligible(state, resident)
+            fits = key != wish.job.key and key not in state.who.packed and _negligible(state, resident)
             if fits and state.settings.priority(resident.job) <= most:
                 yield Mover(host, resident)
 
 
-def _carry_out(state: SharingState, wish: Wish, plan: Plan) -> str:
+def _carry_out(state: RoundState, wish: Wish, plan: Plan) -> str:
     """Order the moves of a plan, and keep the GPUs for the waiting job."""
     for mover, _, _ in plan.steps:
         mover.home.leave(mover.resident)
@@ -109,18 +110,18 @@ def _carry_out(state: SharingState, wish: Wish, plan: Plan) -> str:
     return f"waits until room is made for it on {plan.host.name}: job {movers} moves to other hosts"
 
 
-def _negligible(state: SharingState, resident: Resident) -> bool:
+def _negligible(state: RoundState, resident: Resident) -> bool:
     return state.gandiva.move_s <= state.gandiva.loss * state.left_s(resident.job)
 
 
 # --- No job waits ---------------------------------------------------------------------------------------
 
 
-def empty_hosts(state: SharingState) -> None:
+def empty_hosts(state: RoundState) -> None:
     """Empty the hosts with the most free GPUs while no job is pending; each move makes a fuller host fuller."""
-    if state.pending or state.queued:
+    if state.slurm.to_place or state.slurm.queued:
         return
-    for source in sorted(state.hosts.values(), key=lambda host: (-_free(host), host.name)):
+    for source in sorted(state.where.hosts.values(), key=lambda host: (-_free(host), host.name)):
         if source.sizes and _free(source) >= state.gandiva.free_share * source.gpus:
             _empty(state, source)
 
@@ -129,7 +130,7 @@ def _free(host: HostState) -> int:
     return host.gpus - host.gpus_allocated
 
 
-def _empty(state: SharingState, source: HostState) -> None:
+def _empty(state: RoundState, source: HostState) -> None:
     """Move what can go from a host."""
     for resident in list(state.residents(source)):
         place = _fuller(state, source, resident) if _negligible(state, resident) else None
@@ -139,11 +140,11 @@ def _empty(state: SharingState, source: HostState) -> None:
             state.migrate(resident.job, target, seat, resident.request, reason)
 
 
-def _fuller(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
+def _fuller(state: RoundState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
     """Return idle GPUs on the host with the fewest free ones, hosts of the job's class first."""
     candidates = [
         ((host.affinity != resident.request.gpus, _free(host), host.name), host, seat)
-        for host in state.hosts.values()
+        for host in state.where.hosts.values()
         if host.sizes and host is not source and resident.request.gpus <= _free(host) <= _free(source)
         for seat in [state.seat(host, resident.request)]
         if seat is not None and seat.sharers == 0 and state.suits(resident.job, source, host)

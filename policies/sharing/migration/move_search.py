@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cadenza.policies.core.model import Job
 from cadenza.policies.sharing.board.host import HostState, Resident, Seat
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 MAX_EVALUATIONS = 1000
 """Seats and packings that the exact search looks at for one job."""
@@ -65,7 +65,7 @@ class _Spent(Exception):  # noqa: N818 - it ends a search and is no error
     """The evaluations are used up."""
 
 
-def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int = MAX_EVALUATIONS) -> Plan | None:
+def room(state: RoundState, wish: Wish, movers: Sequence[Mover], evaluations: int = MAX_EVALUATIONS) -> Plan | None:
     """Return the plan with the fewest moves, at most as many as the round has left; None when there is none.
 
     ``movers``: jobs that it may move. The hosts are as before afterwards. A wish that needs no move has no plan.
@@ -83,7 +83,7 @@ def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: 
 class _Search:
     """One search; between its methods the hosts are as the plan so far leaves them."""
 
-    def __init__(self, state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
+    def __init__(self, state: RoundState, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
         self.state = state
         self.wish = wish
         self.evaluations: int | None = evaluations
@@ -95,14 +95,14 @@ class _Search:
     def enough_gpus(self) -> bool:
         """Return False if there are fewer free GPUs than arrive: who makes way for them needs as many elsewhere."""
         _leave(self.must)
-        hosts = [host for host in self.state.hosts.values() if host.usable]
+        hosts = [host for host in self.state.where.hosts.values() if host.usable]
         free = sum(min(host.idle(), max(host.gpus - host.gpus_allocated, 0)) for host in hosts)
         _return(self.must)
         return free >= (self.wish.request.gpus if self.wish.home is None else sum(mover.size for mover in self.must))
 
     def plan(self) -> Plan | None:
         """Return a plan with the fewest state."""
-        for count in range(1, min(self.state.moves_left, len(self.movers)) + 1):
+        for count in range(1, min(self.state.where.moves_left, len(self.movers)) + 1):
             for further in range(count):
                 for least, host in self.targets:
                     plan = self._at(host, count - further, further) if least <= count - further else None
@@ -112,9 +112,8 @@ class _Search:
 
     def greedy(self) -> Plan | None:
         """Return a plan without looking back, for the hosts that need the fewest moves first."""
-        plans = (
-            self._at_once(host) for least, host in self.targets[:MAX_GREEDY_HOSTS] if least <= self.state.moves_left
-        )
+        most = self.state.where.moves_left
+        plans = (self._at_once(host) for least, host in self.targets[:MAX_GREEDY_HOSTS] if least <= most)
         return next((plan for plan in plans if plan is not None), None)
 
     # --- Which host, and who leaves ---------------------------------------------------------------------
@@ -126,7 +125,7 @@ class _Search:
         """
         shapes = {
             tuple((node.gpus, node.cpus, node.memory_mb, node.gpu_type, node.partitions) for node in host.lanes)
-            for host in self.state.hosts.values()
+            for host in self.state.where.hosts.values()
         }
         pinned = self.wish.home is None and self.wish.job.required_nodes
         if len(shapes) > 1 or pinned:
@@ -143,7 +142,7 @@ class _Search:
             if self.must and all(sharers_by_gpu[index] - gone[index] <= 1 for index in mine):
                 yield len(self.must), self.wish.home
             return
-        for host in self.state.hosts.values():
+        for host in self.state.where.hosts.values():
             lacking = host.gpus_allocated + self.wish.request.gpus - host.gpus
             sizes = sorted((mover.size for mover in self.movers if mover.home is host), reverse=True)
             least = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= lacking), None)
@@ -165,7 +164,7 @@ class _Search:
     def _at_once(self, host: HostState) -> Plan | None:
         """Return a plan in which the largest jobs leave this host, until there is room."""
         here = sorted(self._here(host), key=_largest)
-        counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.state.moves_left) + 1)
+        counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.state.where.moves_left) + 1)
         enough = next((count for count in counts if self._has_room(host, here[:count])), None)
         return None if enough is None else self._without(here[:enough], host, lambda: iter([[]]), tries=1)
 
@@ -202,7 +201,7 @@ class _Search:
     ) -> Plan | None:
         """Return a plan now that there is room: a place for each that left, with one of the groups on its way too."""
         widest = max(leaving, key=lambda mover: mover.size)
-        free = {name: host.gpus - host.gpus_allocated for name, host in self.state.hosts.items()}
+        free = {name: host.gpus - host.gpus_allocated for name, host in self.state.where.hosts.items()}
         roomy = max(free.values()) >= widest.size
         for further in groups():
             if not (roomy or self._frees_a_host(widest, free, further)):
@@ -253,7 +252,7 @@ class _Search:
         self._spend()
         request = mover.resident.request
         candidates = []
-        for host in self.state.hosts.values():
+        for host in self.state.where.hosts.values():
             if host is mover.home or host.gpus_allocated + request.gpus > host.gpus:
                 continue
             self._spend()

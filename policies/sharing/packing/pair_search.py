@@ -21,8 +21,8 @@ from cadenza.policies.core.text import gpu_names, job_names
 from cadenza.policies.sharing.board.host import HostState
 from cadenza.policies.sharing.state.groups import Group, after, group_keys, partners, standing
 from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
+from cadenza.policies.sharing.state.round_state import RoundState, holds
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +65,33 @@ class Terms:
         return Rule.under(self.sharing, self.gandiva)
 
 
-def pack_and_unpack(state: SharingState) -> None:
+def pack_and_unpack(state: RoundState) -> None:
     """Undo packs that do not pay, and pack jobs that probably do."""
     sizes = {node.host: node.gpu_memory_gb for node in state.snapshot.nodes if node.gpu_memory_gb is not None}
-    overloaded = any(host.overcommit > 1 or host.gpus_wanted > host.gpus for host in state.hosts.values())
-    terms = Terms(state.now_s, state.settings, state.gandiva, state.hosts, sizes, overloaded=overloaded)
-    _apply(state, packing(state.jobs, state.memory.sharing, terms))
+    overloaded = any(host.overcommit > 1 or host.gpus_wanted > host.gpus for host in state.where.hosts.values())
+    terms = Terms(state.now_s, state.settings, state.gandiva, state.where.hosts, sizes, overloaded=overloaded)
+    _apply(state, packing(state.jobs.ours, state.memory.sharing, terms))
 
 
-def end_packs(state: SharingState) -> None:
+def end_packs(state: RoundState) -> None:
     """Let jobs that an earlier setting packed take turns again."""
-    if state.groups:
-        ended = [(key, group) for group in state.groups for key in group[:-1]]
+    if state.who.groups:
+        ended = [(key, group) for group in state.who.groups for key in group[:-1]]
         undone = tuple(
             Unpack(key, f"runs in turns with {job_names(set(group) - {key})} again: packing is off")
             for key, group in ended
         )
         memory = state.memory.sharing
         reasons = {action.job: action.reason for action in undone}
-        _apply(state, Packing(undone, state.groups, (), memory.lost, memory.alone, reasons))
+        _apply(state, Packing(undone, state.who.groups, (), memory.lost, memory.alone, reasons))
 
 
-def _apply(state: SharingState, packed: Packing) -> None:
-    state.pack_actions, state.groups, state.packed = packed.actions, packed.packs, group_keys(packed.packs)
-    state.pack_reasons, state.stopping = packed.reasons, packed.leaving(state.jobs)
-    state.fixed |= {key for a in packed.actions for key in (a.jobs if isinstance(a, Pack) else (a.job,))}
+def _apply(state: RoundState, packed: Packing) -> None:
+    state.outcome.pack_actions, state.who.stopping = packed.actions, packed.leaving(state.jobs.ours)
+    state.who.groups, state.who.packed = packed.packs, group_keys(packed.packs)
+    for key, reason in packed.reasons.items():
+        state.outcome.say("pack", key, reason)
+    state.where.fixed |= {key for a in packed.actions for key in (a.jobs if isinstance(a, Pack) else (a.job,))}
     state.remember(packs=packed.before, lost=packed.lost, alone=packed.alone)
 
 

@@ -26,34 +26,35 @@ from cadenza.policies.core.model import Job, Node
 from cadenza.policies.sharing.board.host import HostState, lacks
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.state.pending import awaits_place, queued
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.state.site_limits import Limits
 
 
-def list_pending(state: SharingState) -> None:
+def list_pending(state: RoundState) -> None:
     """List the jobs that the service places, by priority, rank and submission, and the others of Slurm's queue.
 
     It places managed jobs that lack free resources only, and those that were placed on nodes that take no jobs any
     more. Nothing is done for a job that would meet a limit of its account, user or QOS: Slurm would not start it.
     """
     settings, last = state.settings, len(state.ranks)
-    limits = Limits(job for job in state.all_jobs if job.state == "PENDING")
+    limits = Limits(job for job in state.jobs.all if job.state == "PENDING")
     waiting = []
-    for job in state.all_jobs if settings.places else ():
-        if settings.manages(job) and (job.key in state.stranded or awaits_place(job)):
+    for job in state.jobs.all if settings.places else ():
+        if settings.manages(job) and (job.key in state.slurm.stranded or awaits_place(job)):
             if limit := limits.reason(job):
-                state.placement_reasons[job.key] = f"waits in Slurm: a job before it has met a limit ({limit})"
-            elif job.key.id not in state.relocating:
+                reason = f"waits in Slurm: a job before it has met a limit ({limit})"
+                state.outcome.say("queue", job.key, reason)
+            elif job.key.id not in state.where.relocating:
                 waiting.append(job)
     waiting.sort(key=lambda job: (-settings.priority(job), state.ranks.get(job.key, last), job.submit_s, job.key))
-    state.pending = waiting
-    others = state.relocating.keys() | {job.key.id for job in waiting}
+    state.slurm.to_place = waiting
+    others = state.where.relocating.keys() | {job.key.id for job in waiting}
     queue = queued(state.snapshot, settings)
-    state.queued = [job for job in queue if job.key.id not in others and not limits.reached(job)]
+    state.slurm.queued = [job for job in queue if job.key.id not in others and not limits.reached(job)]
 
 
-def place_pending(state: SharingState) -> None:
+def place_pending(state: RoundState) -> None:
     """Place the pending jobs, in order; each sees those before it placed, and takes its share of the hosts.
 
     A job goes to the lane of its host where it meets the fewest others on the GPUs that it will get, and only to a
@@ -61,29 +62,30 @@ def place_pending(state: SharingState) -> None:
     after it is placed. ``Job.gpus``, ``cpus`` and ``memory_mb`` are totals, spread evenly over the job's nodes.
     """
     actions: list[Place] = []
-    reasons = state.placement_reasons
+    say = state.outcome.say
     unplaceable: dict[ResourceRequest, str] = {}
-    choose = _Choice(tuple(state.hosts.values()), state.settings)
-    for job in state.pending:
+    choose = _Choice(tuple(state.where.hosts.values()), state.settings)
+    for job in state.slurm.to_place:
         request = ResourceRequest.under(job, floor=state.settings.floor)
         if request in unplaceable:  # nothing has changed since the last one that asked for this
-            reasons[job.key] = unplaceable[request]
+            say("queue", job.key, unplaceable[request])
             continue
-        nodes, reasons[job.key] = choose(request, job)
+        nodes, reason = choose(request, job)
         if not nodes:
-            made = state.make_room(state, job) if state.make_room is not None else ""
-            unplaceable = {} if made else {**unplaceable, request: reasons[job.key]}
-            reasons[job.key] = made or reasons[job.key]
+            made = state.slurm.make_room(state, job) if state.slurm.make_room is not None else ""
+            unplaceable = {} if made else {**unplaceable, request: reason}
+            say("queue", job.key, made or reason)
             continue
         unplaceable.clear()
-        actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
+        say("queue", job.key, reason)
+        actions.append(Place(job.key, tuple(node.name for _, node in nodes), reason))
         for host, node in nodes:
             seats = [seat for seat in host.seats(request) if seat.node == node]
             if seats:
                 host.enter(job, request, seats[0])
             else:
                 host.add(request, node)
-    state.placements = tuple(actions)
+    state.outcome.placements = tuple(actions)
 
 
 Chosen = list[tuple[HostState, Node]]
@@ -140,6 +142,7 @@ class _Choice:
         if request.nodes == 1:
             emptiest = sorted(willing, key=lambda host: (host.pressure, host.load, host.name))
             return next(([(host, seats[0].node)] for host in emptiest if (seats := host.seats(request))), [])
+        # All its nodes in one lane: Slurm takes two lanes of a host for two hosts, and the job would have GPUs twice.
         for lane in sorted({node.lane for host in willing for node in host.lanes}):
             candidates = [
                 (host.load, host.name, host, node)

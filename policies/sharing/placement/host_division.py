@@ -22,8 +22,8 @@ from cadenza.policies.core.profile import TOLERANCE, least_cpus
 from cadenza.policies.sharing.board.host import HostState, Resident
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.placement.reservations import seated
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 
 CPU_HEADROOM = 1.25
 """Factor on the CPUs of a job's profile: it keeps so many where Slurm's allocation is a floor. Profiles are measured on
@@ -31,36 +31,37 @@ nodes that do little else; with busy neighbors (second threads, caches, clock ra
 enough, the measured speed undoes the loan (see ``cpu_loans``)."""
 
 
-def divide_hosts(state: SharingState) -> None:
+def divide_hosts(state: RoundState) -> None:
     """Give each job its CPUs and memory: tunes of running jobs, and the shares of moves and placements."""
     # 1. What every job should have where it is, or goes to.
     division = HostDivision.of(state)
-    wanted = division.divide(state.hosts)
+    wanted = division.divide(state.where.hosts)
     # 2. Running jobs that stay are tuned.
-    moving = frozenset(action.job for action in state.moves)
+    moving = frozenset(action.job for action in state.outcome.moves)
     staying = {key: placement for key, placement in wanted.items() if key not in moving}
-    state.tunes = tunes(state.jobs, staying, state.keeps_cpus)
+    keeps = {key: state.outcome.reasons[key]["cpus"] for key in state.how_big.keeps_cpus}
+    state.outcome.tunes = tunes(state.jobs.ours, staying, keeps)
     # 3. Moves and starts carry their shares.
     floor = state.settings.floor
-    state.moves = [
-        replace(a, shares=startable(wanted[a.job], state.hosts, a.job) if floor else wanted[a.job])
+    state.outcome.moves = [
+        replace(a, shares=startable(wanted[a.job], state.where.hosts, a.job) if floor else wanted[a.job])
         if a.job in wanted and not isinstance(a, Unpack)
         else a
-        for a in state.moves
+        for a in state.outcome.moves
     ]
-    state.placements = tuple(
+    state.outcome.placements = tuple(
         replace(a, shares=wanted.get(a.job) or _needed(division.jobs[a.job], a.nodes, state.settings))
-        for a in state.placements
+        for a in state.outcome.placements
     )
 
 
-def keep_requests(state: SharingState) -> None:
+def keep_requests(state: RoundState) -> None:
     """Leave all jobs with the CPUs and memory that they asked for, or as much for each GPU where their size changes."""
-    for number, action in enumerate(state.moves):
-        job = state.jobs[action.job]
+    for number, action in enumerate(state.outcome.moves):
+        job = state.jobs.ours[action.job]
         if isinstance(action, Migrate):
             kept = tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares)
-            state.moves[number] = replace(action, shares=kept)
+            state.outcome.moves[number] = replace(action, shares=kept)
         elif isinstance(action, Resize) and job.gpus:
             scaled = tuple(
                 share._replace(
@@ -69,7 +70,7 @@ def keep_requests(state: SharingState) -> None:
                 )
                 for share in action.shares
             )
-            state.moves[number] = replace(action, shares=scaled)
+            state.outcome.moves[number] = replace(action, shares=scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +88,25 @@ class HostDivision:
     order: Mapping[JobKey, int]
     """Rank of each job; those without one come last, by key."""
     settings: SharingSettings = field(default_factory=SharingSettings)
-    keeps: Mapping[JobKey, str] = field(default_factory=dict)
-    """Why a job lends no CPUs, by job."""
+    keeps: Collection[JobKey] = ()
+    """Jobs that lend no CPUs."""
     wide: frozenset[JobKey] = frozenset()
     """Jobs on several hosts once this round is done."""
 
     @classmethod
-    def of(cls, state: SharingState) -> HostDivision:
+    def of(cls, state: RoundState) -> HostDivision:
         """Return how the hosts are divided among the jobs that have GPUs once the moves so far are done."""
-        starting = frozenset(action.job for action in state.placements)
-        parts = Counter(key for host in state.hosts.values() for key in host.residents)
+        starting = frozenset(action.job for action in state.outcome.placements)
+        parts = Counter(key for host in state.where.hosts.values() for key in host.residents)
         return cls(
             state.now_s,
-            state.allocate,
-            {**state.jobs, **{job.key: job for job in state.snapshot.jobs if job.key in starting}},
+            state.how_big.allocate,
+            {**state.jobs.ours, **{job.key: job for job in state.snapshot.jobs if job.key in starting}},
             holders=_holders(state),
-            units=state.packed,
+            units=state.who.packed,
             order=state.ranks,
             settings=state.settings,
-            keeps=state.keeps_cpus,
+            keeps=state.how_big.keeps_cpus,
             wide=frozenset(key for key, count in parts.items() if count > 1),
         )
 
@@ -297,22 +298,22 @@ def _reason(wanted: Share, had: Share) -> str:
     )
 
 
-def _holders(state: SharingState) -> frozenset[JobKey]:
+def _holders(state: RoundState) -> frozenset[JobKey]:
     """Return the jobs that have GPUs once this round is done: by the turns, and those that come to free GPUs.
 
     Agents give those to the first who comes: jobs that are placed start before jobs that move.
     """
-    staying = state.holders - {action.job for action in state.moves}
+    staying = state.who.holders - {action.job for action in state.outcome.moves}
     taken = {
         Gpu(host.name, index)
-        for host in state.hosts.values()
+        for host in state.where.hosts.values()
         for key, resident in host.residents.items()
         if key in staying
         for index in resident.gpus
     }
     holders = set(staying)
-    coming = tuple(dict.fromkeys(action.job for action in (*state.placements, *state.moves)))
-    seats = seated(state.hosts, coming)
+    coming = tuple(dict.fromkeys(action.job for action in (*state.outcome.placements, *state.outcome.moves)))
+    seats = seated(state.where.hosts, coming)
     for key in coming:
         gpus = seats.get(key)
         if gpus and gpus.isdisjoint(taken):

@@ -8,25 +8,28 @@ from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
 from cadenza.policies.sharing.board.host import HostState, Resident, observe_hosts
 from cadenza.policies.sharing.board.resource_request import ResourceRequest, sized
 from cadenza.policies.sharing.state.pending import starts, stranded
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 
-def reserve_pending_moves(state: SharingState) -> None:
+def reserve_pending_moves(state: RoundState) -> None:
     """Count jobs that are on their way, or pinned and not started yet, where they go to and not where they are."""
-    for job in state.all_jobs if state.relocating else ():
-        move = state.relocating.get(job.key.id)
+    for job in state.jobs.all if state.where.relocating else ():
+        move = state.where.relocating.get(job.key.id)
         if move is not None and not (move.arriving and job.state != "PENDING"):
             _reserve(state, job, move.destination)
-    state.stranded = stranded(state)
+    found = stranded(state)
+    for key, reason in found.items():
+        state.outcome.say("stranded", key, reason)
+    state.slurm.stranded = frozenset(found)
     closed = {node.name for node in state.snapshot.nodes if not node.takes_jobs}
-    for job in state.all_jobs if state.memory.placed else ():
-        if job.key.id in state.relocating or job.key in state.stranded or not starts(job, state):
+    for job in state.jobs.all if state.memory.placed else ():
+        if job.key.id in state.where.relocating or job.key in state.slurm.stranded or not starts(job, state):
             continue
         if not closed.isdisjoint(job.required_nodes):
             continue  # Slurm starts it on none of its nodes while one of them takes no jobs
         request = ResourceRequest.under(job, floor=state.settings.floor)
-        there = {state.by_node[name].name for name in job.required_nodes if name in state.by_node}
-        for host in [state.hosts[name] for name in sorted(there)]:
+        there = {state.where.by_node[name].name for name in job.required_nodes if name in state.where.by_node}
+        for host in [state.where.hosts[name] for name in sorted(there)]:
             seats = {seat.node.name: seat.gpus for seat in host.seats(request)}
             pins = [node.name for node in host.lanes if node.name in job.required_nodes]
             pins.sort(key=lambda name: name not in seats)
@@ -34,8 +37,8 @@ def reserve_pending_moves(state: SharingState) -> None:
             host.stay(Resident(job, request, pins[0], seats.get(pins[0], frozenset())))
 
 
-def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
-    for host in state.hosts.values():
+def _reserve(state: RoundState, job: Job, destination: Placement) -> None:
+    for host in state.where.hosts.values():
         for resident in [resident for key, resident in host.residents.items() if key.id == job.key.id]:
             host.leave(resident)
         for share in [share for share in destination if any(node.name == share.node for node in host.lanes)]:
@@ -44,15 +47,15 @@ def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
             host.stay(Resident(job, request, share.node, seat.gpus if seat is not None else frozenset()))
 
 
-def hold_until_startable(state: SharingState) -> None:
+def hold_until_startable(state: RoundState) -> None:
     """Keep those placements back that Slurm could not start now, because jobs have not left their GPUs yet.
 
     A job that were pinned before would be stuck on its node if a move failed.
     """
-    if not state.placements or not (state.relocating or state.room_made):
+    if not state.outcome.placements or not (state.where.relocating or state.slurm.room_made):
         return
     now, kept = observe_hosts(state.snapshot, state.settings.manages, floor=state.settings.floor), []
-    for action in state.placements:
+    for action in state.outcome.placements:
         request = ResourceRequest.of(state.snapshot.by_key[action.job])
         nodes = [(host, node) for host in now.values() for node in host.lanes if node.name in action.nodes]
         if all(host.fits(node, request) for host, node in nodes):
@@ -61,8 +64,8 @@ def hold_until_startable(state: SharingState) -> None:
                 host.add(request, node)
         else:
             reason = f"waits until jobs have left {', '.join(action.nodes)}: their GPUs are promised to it"
-            state.placement_reasons[action.job] = reason
-    state.placements = tuple(kept)
+            state.outcome.say("queue", action.job, reason)
+    state.outcome.placements = tuple(kept)
 
 
 def seated(hosts: Mapping[str, HostState], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:

@@ -8,7 +8,7 @@ GPUs free, and room whose job that pass does not start is not made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
 from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
 from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.slurm.backfill import Future
 
 MAX_WAYS = 20
@@ -48,12 +48,13 @@ class Way(NamedTuple):
     victims: tuple[Victim, ...]
 
 
-def make_way(state: SharingState) -> None:
+def make_way(state: RoundState) -> None:
     """Let running jobs of a worse level make way for the first jobs of Slurm's queue that wait for resources."""
     note_checkpoints(state)
     queue = waiting_jobs(state.snapshot) if state.settings.partitions else []
     if reason := powerless_reason(state.snapshot.site):
-        state.placement_reasons.update({job.key: reason for job in queue})
+        for job in queue:
+            state.outcome.say("queue", job.key, reason)
         return
     if queue:
         _walk_through(state, queue)
@@ -61,19 +62,19 @@ def make_way(state: SharingState) -> None:
     live = state.snapshot.by_id
     kept = {at: when_s for at, when_s in sorted(tried.items()) if at in live and live[at].state == "PENDING"}
     if kept != tried:
-        state.memory = state.with_memory(made_way=kept)
+        state.memory = replace(state.memory, made_way=kept)
 
 
-def _walk_through(state: SharingState, queue: list[Job]) -> None:
+def _walk_through(state: RoundState, queue: list[Job]) -> None:
     """Find room for the jobs of the queue, in order."""
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
     standings = Standings(state)
     victims = [
         Victim(job, standings.level(job), job.amounts, lost_s(job, state.now_s))
-        for job in state.jobs.values()
+        for job in state.jobs.ours.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
-    placed = [job for job in state.started if job.nodes]
+    placed = [job for job in state.jobs.started if job.nodes]
     leaving = [job for job in placed if _leaves(job, state)]
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
@@ -85,22 +86,23 @@ def _walk_through(state: SharingState, queue: list[Job]) -> None:
             walk.rest = queue[number:]
             break
         walk.step(job)
-    state.waiting_reasons = walk.reasons
-    # 3. The same pass with the GPUs free must start each job that room is made for.
+    state.outcome.waiting_reasons = walk.reasons
+    # 3. The same pass with the GPUs free must start each job that room is made for: free GPUs move Slurm's
+    #    reservations, and a job before it, or a short one behind, may then be the one that gets them.
     ways = _proven(walk.ways, queue, nodes)
     # 4. The orders, and what is remembered: the jobs that room was made for, or looked for in vain.
     for way in walk.ways:
-        state.placement_reasons[way.job.key] = GOES_TO_OTHERS
+        state.outcome.say("queue", way.job.key, GOES_TO_OTHERS)
     for way in ways:
         _let_leave(state, standings, way)
     if walk.ways:
         tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
-        state.memory = state.with_memory(made_way=dict(sorted(tried.items())))
+        state.memory = replace(state.memory, made_way=dict(sorted(tried.items())))
 
 
-def _leaves(job: Job, state: SharingState) -> bool:
+def _leaves(job: Job, state: RoundState) -> bool:
     """Return True for a job whose GPUs Slurm has back soon: it ends, or makes way already."""
-    return job.state == "OTHER" or job.key.id in state.making_way
+    return job.state == "OTHER" or job.key.id in state.where.making_way
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class _Walk:
     room: NodeRoom
     nodes: RoundNodes
     standings: Standings
-    state: SharingState
+    state: RoundState
     ways: list[Way] = field(default_factory=list)
     tries: int = 0
     blocked: list[tuple[Job, NodeRequest]] = field(default_factory=list)
@@ -131,7 +133,8 @@ class _Walk:
         """Take one job of the queue."""
         state, room = self.state, self.room
         request = room.request(job)
-        # 1. Slurm can start it now, or once those that leave have left.
+        # 1. Slurm can start it now, or once those that leave have left. Behind a job that stays in the queue only
+        #    backfill starts others, on nodes that are reserved for none before them until their time limit.
         spot = room.fits(request, room.admitting(request))
         if spot and self.free is not None:  # reservations are worked out only for a job that fits
             spot = room.fits(request, self._pass().unreserved(job, request))
@@ -139,9 +142,10 @@ class _Walk:
             if self.free is not None:
                 self._pass().start(job, request, spot)
             room.take(request, spot)
-            state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
+            state.outcome.say("queue", job.key, f"is next in Slurm's queue: {', '.join(spot)} has room for it")
             return
-        # 2. Jobs of a worse level make way, the fewest GPUs of them.
+        # 2. Jobs of a worse level make way, the fewest GPUs of them. In the pass their resources are free from now on,
+        #    not from their time limits: Slurm plans by those, and would reserve other nodes for the jobs behind.
         if self.hopes(job) and (way := self._way_for(job, request)):
             self.ways.append(way)
             room.evict(way.victims)
@@ -150,7 +154,8 @@ class _Walk:
                 self._pass().future.leave(*self.nodes.running[victim.job.key])
             self._pass().start(job, request, way.nodes)
             return
-        # 3. It stays in the queue.
+        # 3. It stays in the queue. Slurm will reserve nodes for it as it looks at the next ones, so these see it; many
+        #    of a long queue ask alike, and the first look needs one of them.
         self.blocked.append((job, request))
         if request.nodes == 1 and not self._would_get_it(job, request):
             self.ahead.setdefault(request[2:], []).append((request.each, limit_s(job)))
@@ -247,11 +252,14 @@ def _proven(ways: list[Way], queue: list[Job], nodes: RoundNodes) -> list[Way]:
     return []
 
 
-def _let_leave(state: SharingState, standings: Standings, way: Way) -> None:
+def _let_leave(state: RoundState, standings: Standings, way: Way) -> None:
     """Order that jobs save, are requeued, and come back behind the job that they make way for."""
+    # They leave as one action: a backfill cycle between the first and the last requeue would give the first one's GPUs
+    # to a short job. Each has its factor before its requeue, or Slurm would start it again before the job that waits.
     job = way.job
     leaving = sorted((victim.job for victim in way.victims), key=lambda one: one.key)
     keys = tuple(one.key for one in leaving)
     factors = tuple(behind(standings, one, job) for one in leaving)
-    state.ways.append(MakeWay(keys, factors, job.key, f"makes way for job {job.key}, which is next in Slurm's queue"))
-    state.placement_reasons[job.key] = f"{job_names(keys)} make{'s' if len(keys) == 1 else ''} way for it"
+    reason = f"makes way for job {job.key}, which is next in Slurm's queue"
+    state.outcome.ways.append(MakeWay(keys, factors, job.key, reason))
+    state.outcome.say("queue", job.key, f"{job_names(keys)} make{'s' if len(keys) == 1 else ''} way for it")

@@ -8,26 +8,27 @@ from cadenza.policies.sharing.preemption.join_idle import JOIN_AFTER_S
 from cadenza.policies.sharing.preemption.make_way import AGAIN_S
 from cadenza.policies.sharing.preemption.site_factor import BEHIND_S
 from cadenza.policies.sharing.preemption.standing import COST_S, NEWS_S, QUANTUM_COSTS, Standings
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 CALC_PERIOD_S = 300.0
 """Slurm computes all priorities anew after this time (slurm.conf(5), PriorityCalcPeriod)."""
 
 
-def note_quiet_time(state: SharingState) -> None:
+def note_quiet_time(state: RoundState) -> None:
     """Note when time alone can next change the decision: a level is left, a quantum ends, priorities are new.
 
     While a job is on its way, starts, stops or is not ours, each round has to look. While no job waits, nothing is
     decided, and all that a round notes is which jobs keep checkpoints.
     """
-    if state.giving_back or state.relocating or state.making_way:
+    if state.who.giving_back or state.where.relocating or state.where.making_way:
         return
-    jobs = [job for job in state.started if job.gpus]
+    jobs = [job for job in state.jobs.started if job.gpus]
     if not all(_settled(state, job) for job in jobs):
         return
     now_s, standings = state.now_s, Standings(state)
-    if not state.queue and all(job.state == "RUNNING" for job in jobs) and state.holders.issuperset(state.jobs):
-        state.quiet_until_s = now_s + NEWS_S
+    all_run = all(job.state == "RUNNING" for job in jobs) and state.who.holders.issuperset(state.jobs.ours)
+    if all_run and not state.jobs.queue:
+        state.outcome.quiet_until_s = now_s + NEWS_S
         return
     ends = [now_s + CALC_PERIOD_S]
     costs_s = [(move.cost_s or COST_S) + move.lost_s for move in state.memory.moves]
@@ -43,10 +44,10 @@ def note_quiet_time(state: SharingState) -> None:
     ends += [at_s + AGAIN_S for at_s in state.memory.made_way.values()]
     ends += [move.phase.since_s + BEHIND_S for move in state.memory.moves if move.over]
     # A level may be left now by rounding, and the job be still in the old one.
-    state.quiet_until_s = min(end_s for end_s in ends if end_s > now_s)
+    state.outcome.quiet_until_s = min(end_s for end_s in ends if end_s > now_s)
 
 
-def _settled(state: SharingState, job: Job) -> bool:
+def _settled(state: RoundState, job: Job) -> bool:
     """Return True for a started job that is not ours, runs and can be stopped, or has yielded for good."""
     if not state.settings.manages(job):
         return job.state != "OTHER"

@@ -11,7 +11,7 @@ from cadenza.policies.core.model import Job, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.ranking import first_submit_s
 from cadenza.policies.sharing.preemption.standing import LAST_LEVEL, Standings
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 LOWEST_FACTOR = -(2**30)
 """Slurm keeps the factor in 32 bits, with an offset of 2**31 (NICE_OFFSET of slurm.h)."""
@@ -56,11 +56,11 @@ def level_points(standings: Standings, job: Job) -> int:
     return int(part * standings.site.points)
 
 
-def set_factors(state: SharingState) -> None:
+def set_factors(state: RoundState) -> None:
     """Give each waiting job that made way the factor of its level, and take it from jobs that others requeued."""
-    standings = Standings(state)
+    standings, factors = Standings(state), state.outcome.factors
     ours = standings.moves.keys() | state.memory.factors.keys()
-    for job in [job for job in state.queue if job.key.id in ours]:
+    for job in [job for job in state.jobs.queue if job.key.id in ours]:
         had = state.memory.factors.get(job.key.id, 0)
         move = standings.moves.get(job.key.id)
         if not state.settings.manages(job) or (move is None and not had):
@@ -68,13 +68,13 @@ def set_factors(state: SharingState) -> None:
         # 1. It was requeued by others, or is in the queue for another reason.
         if move is None or move.successor != job.key or move.shares:
             if had:
-                state.factors.append(SetFactor(job.key, 0, "was requeued by others: it waits as it was submitted"))
+                factors.append(SetFactor(job.key, 0, "was requeued by others: it waits as it was submitted"))
             continue
         # 2. After a day its level counts no more: only the age is left that the requeue took.
         if standings.starves(job):
             factor = _lost_age(standings, job)
             if factor != had:
-                state.factors.append(SetFactor(job.key, factor, "has waited for a day since it made way"))
+                factors.append(SetFactor(job.key, factor, "has waited for a day since it made way"))
             continue
         # 3. It stays behind the job that it made way for until that one runs. Once is enough: Slurm computes priorities
         #    anew every five minutes only (PriorityCalcPeriod), and until then shows the ones before.
@@ -83,7 +83,7 @@ def set_factors(state: SharingState) -> None:
         # 4. It gets the priority with which it started first, with the age since its submission, less its level.
         factor = _settled_factor(standings, job, move, had)
         if factor != had:
-            state.factors.append(SetFactor(job.key, factor, f"level {standings.level(job)} of attained GPU time"))
+            factors.append(SetFactor(job.key, factor, f"level {standings.level(job)} of attained GPU time"))
 
 
 def _lost_age(standings: Standings, job: Job) -> int:
@@ -93,7 +93,7 @@ def _lost_age(standings: Standings, job: Job) -> int:
     return int(site.weights.get("age", 0) * min(had_s / site.max_age_s, 1.0)) if site.max_age_s > 0 else 0
 
 
-def _stands_behind(move: Move, state: SharingState) -> bool:
+def _stands_behind(move: Move, state: RoundState) -> bool:
     waiting = state.snapshot.by_id.get(move.for_job.id) if move.for_job is not None else None
     waits = waiting is not None and waiting.key == move.for_job and waiting.state == "PENDING"
     return waits and state.now_s < move.phase.since_s + BEHIND_S

@@ -8,13 +8,14 @@ had more than others. A job that nothing can stop counts with the GPU time up to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from cadenza.policies.core.model import Job, JobKey, Lease, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.levels import THRESHOLDS, level_of, levels
 from cadenza.policies.ordering.ranking import attained_service, first_submit_s, progress_of
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.round_state import RoundState
 
 LAST_LEVEL = len(THRESHOLDS)
 STAYS_LEVELS = 1
@@ -56,7 +57,7 @@ def checkpoint_name(job: Job) -> str:
 class Standings:
     """The levels of a round's jobs, and the rules for making way."""
 
-    def __init__(self, state: SharingState) -> None:
+    def __init__(self, state: RoundState) -> None:
         self.state = state
         self.now_s = state.now_s
         self.site: SiteRules = state.snapshot.site
@@ -80,7 +81,7 @@ class Standings:
         state = self.state
         if job.state == "PENDING" and self.starves(job):
             return 0
-        if state.order is levels:
+        if state.jobs.order is levels:
             return level_of(attained_service(job, self.now_s))
         last = len(state.ranks)
         return state.ranks.get(job.key, last) * (LAST_LEVEL + 1) // (last + 1)
@@ -125,7 +126,7 @@ class Standings:
     @cached_property
     def _on_node(self) -> Mapping[str, list[Job]]:
         found: dict[str, list[Job]] = {}
-        for job in self.state.started:
+        for job in self.state.jobs.started:
             if job.gpus:
                 for name in job.nodes:
                     found.setdefault(name, []).append(job)
@@ -157,9 +158,10 @@ class Standings:
             return f"cannot be stopped yet{': ' + lease.why_not_ready if lease.why_not_ready else ''}"
         if reason := self._saves_not_because(job, lease):
             return reason
-        if lease.state != "held" or job.state != "RUNNING" or job.key in state.giving_back or job.key in state.leaving:
+        leaves = job.key in state.who.giving_back or job.key in state.who.leaving
+        if lease.state != "held" or job.state != "RUNNING" or leaves:
             return "does not hold its GPUs, or leaves them"
-        if job.relocating is not None or job.key.id in state.relocating:
+        if job.relocating is not None or job.key.id in state.where.relocating:
             return "is on its way"
         move = self.moves.get(job.key.id)
         if move is not None and move.over and move.job == job.key:
@@ -246,11 +248,11 @@ class Standings:
         return theirs < 1.0 <= mine
 
 
-def note_checkpoints(state: SharingState) -> None:
+def note_checkpoints(state: RoundState) -> None:
     """Remember which users' job names keep checkpoints: jobs that are ready say so, whatever their options say."""
     now_s, known = state.now_s, state.memory.keep_checkpoints
     seen: dict[str, float] = {}
-    for job in state.jobs.values():
+    for job in state.jobs.ours.values():
         if job.lease is not None and job.lease.ready and job.lease.checkpoints:
             name = checkpoint_name(job)
             if now_s - known.get(name, -BELIEVED_S) >= NEWS_S:
@@ -258,4 +260,4 @@ def note_checkpoints(state: SharingState) -> None:
     if seen or any(now_s - at_s > BELIEVED_S for at_s in known.values()):
         kept = {name: at_s for name, at_s in known.items() if now_s - at_s <= BELIEVED_S} | seen
         newest = sorted(kept, key=lambda name: (-kept[name], name))[:MAX_BELIEVED]
-        state.memory = state.with_memory(keep_checkpoints={name: kept[name] for name in sorted(newest)})
+        state.memory = replace(state.memory, keep_checkpoints={name: kept[name] for name in sorted(newest)})

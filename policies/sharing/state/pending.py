@@ -25,8 +25,8 @@ from cadenza.policies.core.idle_gpus import queues_for_gpus
 from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
 from cadenza.policies.sharing.board.host import Resident
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 
 OTHERS = "has been given to other jobs by Slurm"
 BARRED = "is reserved or does not meet its constraint any more"
@@ -63,7 +63,7 @@ def waits_for_nodes(job: Job, now_s: float) -> bool:
     return reason in WAITING_REASONS or reason.startswith(NODE_TAKEN) or (reason == "BeginTime" and soon)
 
 
-def starts(job: Job, state: SharingState) -> bool:
+def starts(job: Job, state: RoundState) -> bool:
     """Return True if Slurm starts a job as soon as the nodes that we have pinned it to have its GPUs for it."""
     pinned = job.state == "PENDING" and not job.held and bool(job.required_nodes) and job.key in state.memory.placed
     return pinned and waits_for_nodes(job, state.now_s)
@@ -90,9 +90,9 @@ def our_pins(snapshot: ClusterSnapshot, memory: Memory) -> list[Job]:
     return sorted(found, key=lambda job: job.key)
 
 
-def pins_over(state: SharingState) -> dict[JobKey, str]:
+def pins_over(state: RoundState) -> dict[JobKey, str]:
     """Return the jobs whose pin of ours has ended, each with the reason; not those that this round pins anew."""
-    settings, placed = state.settings, {action.job for action in state.placements}
+    settings, placed = state.settings, {action.job for action in state.outcome.placements}
     found: dict[JobKey, str] = {}
     for job in our_pins(state.snapshot, state.memory):
         if job.key in placed:
@@ -101,8 +101,8 @@ def pins_over(state: SharingState) -> dict[JobKey, str]:
             found[job.key] = REQUEUED
         elif not (settings.places and settings.manages(job)):
             found[job.key] = NOT_PLACED
-        elif job.key in state.stranded:
-            found[job.key] = f"{state.stranded[job.key]}, so Slurm chooses its nodes"
+        elif job.key in state.slurm.stranded:
+            found[job.key] = f"{state.outcome.reasons[job.key]['stranded']}, so Slurm chooses its nodes"
         elif not starts(job, state):
             found[job.key] = unpinned_for(job)
     return found
@@ -113,20 +113,20 @@ def unpinned_for(job: Job) -> str:
     return f"waits in Slurm ({job.state_reason}), so it has no claim on {','.join(job.required_nodes)} any more"
 
 
-def stranded(state: SharingState) -> dict[JobKey, str]:
+def stranded(state: RoundState) -> dict[JobKey, str]:
     """Return the jobs that Slurm cannot start where we have placed them, each with the reason.
 
     The nodes take no jobs any more, or not this one, or Slurm has given their GPUs to other jobs that stay there.
     """
     nodes = {node.name: node for node in state.snapshot.nodes}
     given: Counter[str] = Counter()
-    for job in state.all_jobs if state.settings.places else ():
-        if job.state in ("RUNNING", "SUSPENDED") and job.key.id not in state.relocating:
+    for job in state.jobs.all if state.settings.places else ():
+        if job.state in ("RUNNING", "SUSPENDED") and job.key.id not in state.where.relocating:
             given.update({name: amount[0] for name, amount in job.amounts.items()})
     found: dict[JobKey, str] = {}
-    for job in state.all_jobs if state.settings.places else ():
-        ours = job.key in state.memory.placed and job.key.id not in state.relocating and state.settings.manages(job)
-        if ours and starts(job, state):
+    for job in state.jobs.all if state.settings.places else ():
+        ours = job.key in state.memory.placed and state.settings.manages(job)
+        if ours and job.key.id not in state.where.relocating and starts(job, state):
             pins = [nodes[name] for name in job.required_nodes if name in nodes]
             gone = [(node.name, node.closed_reason) for node in pins if node.closed_reason]
             gone += [(node.name, BARRED) for node in pins if node.name in job.barred]

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cadenza.policies.core.decision import Debt
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.contender import Contender
 
 
-def with_debts(contenders: Sequence[Contender], state: SharingState) -> list[Contender]:
+def with_debts(contenders: Sequence[Contender], state: RoundState) -> list[Contender]:
     """Return the contenders with what they owe, and remember what the next start of each would owe."""
     debts = {debt.id: debt for debt in state.memory.sharing.debts}
     latest = {c.key.id: c for c in sorted(contenders, key=lambda c: c.key)}
     # A job may have no room only because of what the holder keeps: it waits as well.
-    barred = {job.key for job in state.all_jobs if job.lease is not None and job.lease.no_room}
+    barred = {job.key for job in state.jobs.all if job.lease is not None and job.lease.no_room}
     waiting = {gpu for c in contenders if not c.holding and (c.eligible or c.key in barred) for gpu in c.gpus}
     for number, contender in latest.items():
         contested = not waiting.isdisjoint(contender.gpus)

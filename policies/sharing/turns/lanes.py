@@ -10,8 +10,8 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, Node
 from cadenza.policies.ordering.levels import THRESHOLDS, level_of
 from cadenza.policies.ordering.ranking import attained_service
+from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
 
 OUR_DRAIN = "cadenza:"
@@ -23,14 +23,14 @@ MOST_WEIGHED = 8
 """Most lanes that get another Weight in a round: each is an RPC."""
 
 
-def drain_or_open_lanes(state: SharingState) -> None:
+def drain_or_open_lanes(state: RoundState) -> None:
     """Close the further lanes of hosts where sharing is not safe, and open those that we closed."""
-    state.lane_actions = lane_actions(state.snapshot, state.memory, state.settings)
+    state.outcome.lane_actions = lane_actions(state.snapshot, state.memory, state.settings)
 
 
-def close_lanes(state: SharingState) -> None:
+def close_lanes(state: RoundState) -> None:
     """Close every further lane, because no job may share a GPU."""
-    state.lane_actions = lane_actions(state.snapshot, state.memory, replace(state.settings, enforce=False))
+    state.outcome.lane_actions = lane_actions(state.snapshot, state.memory, replace(state.settings, enforce=False))
 
 
 def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> tuple[NodeAction, ...]:

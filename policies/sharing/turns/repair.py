@@ -21,8 +21,8 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.text import job_names
 from cadenza.policies.relocation.phases import MAX_LEAVE_S
+from cadenza.policies.sharing.state.round_state import RoundState, meet
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_REPAIRS = 3
 """Repairs of one job before its host's further lanes are closed and its place is given back."""
@@ -44,26 +44,27 @@ TICK_S = 1.0
 PROLOG_LOST = "Slurm waits for the end of its prolog, which a killed slurmd never reported"
 
 
-def repair_suspends(state: SharingState) -> None:
+def repair_suspends(state: RoundState) -> None:
     """Bring Slurm's word and the processes together; a job that is repaired gets no other order in this round."""
     repairs: list[Suspend | Unsuspend | Requeue] = []
-    for job in state.started:
+    for job in state.jobs.started:
         amiss = job.absent or job.prolog_lost or (job.lease is not None and job.lease.amiss)
         if not amiss or not state.settings.manages(job):
             continue
         lost = ABSENT if job.absent else PROLOG_LOST if job.prolog_lost else ""
         if lost and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
             repairs.append(Requeue(job.key, hold=False, reason=lost))
-            state.repair_reasons[job.key] = lost
+            state.outcome.say("repair", job.key, lost)
         if lost or job.lease is None or not job.lease.amiss:
             continue
         action = _repair(job, state)
         if action is not None:
             repairs.append(action)
-        state.repair_reasons[job.key] = action.reason if action is not None else f"left alone: {job.lease.amiss}"
+        reason = action.reason if action is not None else f"left alone: {job.lease.amiss}"
+        state.outcome.say("repair", job.key, reason)
     repaired = {action.job for action in repairs}
-    others = (action for action in state.slurm_actions if getattr(action, "job", None) not in repaired)
-    state.slurm_actions = (*repairs, *others)
+    others = (action for action in state.outcome.slurm_actions if getattr(action, "job", None) not in repaired)
+    state.outcome.slurm_actions = (*repairs, *others)
 
 
 def requeue_forgotten(
@@ -107,14 +108,14 @@ def shows(job: Job, state: Literal["running", "frozen", "gone"]) -> bool:
     return job.lease is not None and job.lease.shown == state
 
 
-def _repair(job: Job, state: SharingState) -> Suspend | Unsuspend | Requeue | None:
+def _repair(job: Job, state: RoundState) -> Suspend | Unsuspend | Requeue | None:
     """Return the action that puts a job right; None if nothing of ours does."""
     lease, tries = job.lease, state.memory.repairs.get(job.key, 0)
     if lease is None:
         return None
     reason = f"{lease.amiss}: a killed slurmd or slurmctld left that (repair {tries + 1} of {MAX_REPAIRS})"
     if tries >= MAX_REPAIRS:
-        met = [other.key for other in state.all_jobs if other.key != job.key and _meet(job, other)]
+        met = [other.key for other in state.jobs.all if meet(job, other)]
         if not met or not job.requeueable:
             return None
         given = f"gives its place back: {lease.amiss} after {tries} repairs, and {job_names(met)} may want its GPUs"
@@ -125,8 +126,3 @@ def _repair(job: Job, state: SharingState) -> Suspend | Unsuspend | Requeue | No
     if job.state == "SUSPENDED" and shows(job, "running") and ours:
         return Unsuspend(job.key, reason, repair=True)
     return None
-
-
-def _meet(job: Job, other: Job) -> bool:
-    mine, theirs = job.lease, other.lease
-    return mine is not None and theirs is not None and not set(mine.gpus).isdisjoint(theirs.gpus)

@@ -11,9 +11,8 @@ while others have its GPUs, and so run on that host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
-from functools import partial
 
 from cadenza.policies.core.actions import (
     Action,
@@ -26,14 +25,14 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )  # fmt: skip
-from cadenza.policies.core.decision import Memory, Sentences
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import MAX_REFUSALS, ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.move import Ordered
-from cadenza.policies.core.text import gpu_names, job_names, jobs_called, lost_text
+from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.pending import our_pins, pins_over
+from cadenza.policies.sharing.state.round_state import RoundState, holds, meet
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
-from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.debts import with_debts
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
@@ -45,17 +44,16 @@ MAX_NAMED = 6
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
 HOLD_OVER = "the move or suspend that it was held for is over"
-NOT_ASKED = "has started without its lease, as its option `late` says, and has not asked for it yet"
 
 
-def take_turns(state: SharingState) -> None:
+def take_turns(state: RoundState) -> None:
     """Decide which jobs have GPUs once this round is done, and which leave their hosts."""
-    settings = state.settings
+    settings, who = state.settings, state.who
     # 1. The jobs that use GPUs or wait for them, packed ones with their partners. A job that has its GPUs alone keeps
     #    them, which is all that a turn would say.
-    co_runners = partners(state.groups)
-    alone = state.alone = _alone(state)
-    state.holders |= alone.keys()
+    co_runners = partners(who.groups)
+    alone = who.alone = _alone(state)
+    who.holders |= alone.keys()
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
         for job, priority in _by_priority(state, alone)
@@ -63,15 +61,15 @@ def take_turns(state: SharingState) -> None:
         and not lease.late
         and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
     ]
-    contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
+    contenders = [replace(c, state="stopping") if c.key in who.stopping else c for c in contenders]
     contenders = with_debts(contenders, state)
     # 2. Where turns follow the ordering, the first in it comes first on its GPUs.
     if settings.turns == "order":
         first = preferred(contenders, state.ranks)
         contenders = [replace(c, preferred=True) if c.key in first else c for c in contenders]
     # 3. One turn for each group of jobs that share GPUs.
-    kinds = ("RUNNING", "SUSPENDED") if contenders else ()
-    resumable = {job.key for kind in kinds for job, _ in state.managed(kind)}
+    managed = state.managed if contenders else ()
+    resumable = {job.key for job, _ in managed if job.state in ("RUNNING", "SUSPENDED")}
     for group in groups(contenders):
         turn = next_turn(
             group,
@@ -81,39 +79,50 @@ def take_turns(state: SharingState) -> None:
         )
         names = [str(member.key) for member in group]
         for number, member in enumerate(group):
-            others = _others(names[:number] + names[number + 1 :])
-            state.turn_reasons[member.key] = turn.reasons[member.key] + others
-        state.holders |= turn.holders
-        state.yields += [Yield(key, turn.reasons[key]) for key in turn.yields]
-        # An unmanaged job gets its lease from the agent alone.
+            others = names[:number] + names[number + 1 :]
+            called = jobs_called(others) if len(others) <= MAX_NAMED else f"{len(others)} jobs"
+            with_others = f" (takes turns with {called})" if others else ""
+            state.outcome.say("turn", member.key, turn.reasons[member.key] + with_others)
+        who.holders |= turn.holders
+        who.yields += [Yield(key, turn.reasons[key]) for key in turn.yields]
+        # An unmanaged job gets its lease from the agent alone, as soon as the others have stopped: no order of the
+        # service may depend on a job that never agreed to obey one.
         coming = [key for key in (*turn.resumes, *turn.upcoming) if key in resumable]
-        state.resumes += [Resume(key, turn.reasons[key]) for key in coming]
-    asked = {action.job for action in state.yields}
-    state.yields += [action for action in _halves(state) if action.job not in asked]
+        who.resumes += [Resume(key, turn.reasons[key]) for key in coming]
+    # 4. Two jobs of several hosts that each hold a part of the other's GPUs would wait for each other for good.
+    asked = {action.job for action in who.yields}
+    who.yields += [action for action in _halves(state) if action.job not in asked]
+    # 5. Jobs that leave stay where they are until they have left.
     list_departures(state)
 
 
-def list_departures(state: SharingState) -> None:
-    """List the jobs that leave their hosts: they stay where they are until they have left."""
-    snapshot, jobs = state.snapshot, state.all_jobs
+def list_departures(state: RoundState) -> None:
+    """List the jobs that leave their hosts; no other stage moves them."""
+    snapshot, jobs = state.snapshot, state.jobs.all
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
-    state.leaving = frozenset(leaving)
-    # On lane 0 alone only a job that is lost gives its place back.
-    able = state.leased if state.further else [j for j in state.leased if j.lease is not None and j.lease.lost]
-    state.giving_back = {j.key: reason for j in able if (reason := _requeue_reason(j, state))}
-    state.fixed |= state.leaving | state.giving_back.keys()
+    state.who.leaving = frozenset(leaving)
+    # On lane 0 Slurm has given each GPU to one job, so a job there is in no other's way: only one that is lost gives
+    # its place back.
+    leased = state.jobs.leased
+    able = leased if state.where.further else [j for j in leased if j.lease is not None and j.lease.lost]
+    giving_back = {j.key: reason for j in able if (reason := _requeue_reason(j, state))}
+    for key, reason in giving_back.items():
+        state.outcome.say("back", key, reason)
+    state.who.giving_back = frozenset(giving_back)
+    state.where.fixed |= state.who.leaving | state.who.giving_back
 
 
-def sync_slurm(state: SharingState) -> None:
+def sync_slurm(state: RoundState) -> None:
     """Order what the turns need of agents and of Slurm, in the order in which it is to be done."""
-    settings, memory = state.settings, state.memory
-    running = state.managed("RUNNING")
-    moved = {action.job for action in state.moves} | {key for way in state.ways for key in way.jobs}
-    resized = {action.job for action in state.moves if isinstance(action, Resize)}
-    # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. Whatever the reason,
-    #    a job whose word is not enough for that comes later: it stays suspended until they are free.
-    suspended = [job for job in state.started if _suspended_by_us(job, state)]
+    settings, memory, who, outcome = state.settings, state.memory, state.who, state.outcome
+    running = [(job, lease) for job, lease in state.managed if job.state == "RUNNING"]
+    moved = {action.job for action in outcome.moves} | {key for way in outcome.ways for key in way.jobs}
+    resized = {action.job for action in outcome.moves if isinstance(action, Resize)}
+    # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free: it looks at no free
+    #    resources. Whatever the reason, a job whose word is not enough for that comes later: it stays suspended until
+    #    its GPUs are free.
+    suspended = [job for job in state.jobs.started if _suspended_by_us(job, state)]
     frozen = {job.key for job in suspended if state.stays_frozen(job)}
     saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)}
     unsuspends = [
@@ -122,25 +131,27 @@ def sync_slurm(state: SharingState) -> None:
         if job.key not in frozen and (reason := _unsuspend_reason(job, state, moved, saving))
     ]
     # 2. Yields, but for jobs that stop anyway to be resized.
-    yields = [action for action in state.yields if action.job not in resized]
-    # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go.
+    yields = [action for action in who.yields if action.job not in resized]
+    # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go. Slurm
+    #    stops the time limit of a suspended job and frees its CPUs; its GPUs and memory stay its own in Slurm's books.
     going = {job.key for job, _ in running if job.relocating is not None}
-    staying = {job.key for job, _ in running if job.key in state.leaving and not state.stays_frozen(job)}
-    spared = state.holders | staying | state.giving_back.keys() | moved | going
+    staying = {job.key for job, _ in running if job.key in who.leaving and not state.stays_frozen(job)}
+    spared = who.holders | staying | who.giving_back | moved | going
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
         for job, lease in running
         if settings.suspend and job.key not in spared and _may_be_suspended(job, lease, state)
     ]
-    # 4. Requeues of jobs that cannot go on, or that give their lane back. Slurm brings a suspended one back held, so it
-    #    is resumed before, unless others have its GPUs.
+    # 4. Requeues of jobs that cannot go on, or that give their lane back. A suspend sets the priority to 0, so Slurm
+    #    brings a suspended one back held: it is resumed before, unless others have its GPUs.
     requeues = [
-        Requeue(job.key, hold=False, reason=state.giving_back[job.key])
+        Requeue(job.key, hold=False, reason=outcome.reasons[job.key]["back"])
         for job in (*(job for job, _ in running), *suspended)
-        if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
+        if job.key in who.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
-    # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended.
-    unpinned, held = pins_over(state), [job for job in state.queue if not job.slurm_priority]
+    # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended. Slurm
+    #    never ends a hold, nor a list of required nodes, by itself: what is ours in a job's way is ours to take out.
+    unpinned, held = pins_over(state), [job for job in state.jobs.queue if not job.slurm_priority]
     releases = [
         Release(
             job.key,
@@ -157,96 +168,60 @@ def sync_slurm(state: SharingState) -> None:
     ]
     releases += [Release(key, reason, unpin=True) for key, reason in unpinned.items()]
     for key, reason in unpinned.items():
-        state.placement_reasons.setdefault(key, reason)
-    state.slurm_actions = (*unsuspends, *yields, *state.resumes, *suspends, *requeues, *releases)
+        outcome.say("pin", key, reason)
+    outcome.slurm_actions = (*unsuspends, *yields, *who.resumes, *suspends, *requeues, *releases)
 
 
-def release_all(state: SharingState) -> None:
+def release_all(state: RoundState) -> None:
     """Undo our suspends, holds and pins, because jobs do not share."""
-    state.slurm_actions = release_plan(state.snapshot, state.memory, "sharing is off")
-
-
-def explain(state: SharingState) -> None:
-    """Give every job that opted in a sentence; an action on a job says more than its turn."""
-    waiting, state.waiting_reasons = state.waiting_reasons, dict  # the state of a round is in no cycle
-    state.reasons = Sentences(partial(_sentences, state, waiting))
-
-
-def _sentences(state: SharingState, waiting: Callable[[], Mapping[JobKey, str]]) -> dict[JobKey, str]:
-    state.placement_reasons |= waiting()
-    for key, own in state.alone.items():
-        state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
-    found: dict[JobKey, str] = {}
-    further = [more for more in (state.stranded, state.size_reasons, state.keeps_cpus) if more]
-    owed_s = {debt[:2]: debt.owed_s for debt in state.memory.sharing.debts}
-    for job in state.snapshot.jobs:
-        if job.options is not None:
-            reason = _reason(job, state, owed_s.get(job.key, 0.0))
-            if further:
-                reason = "; ".join(filter(None, (reason, *(more.get(job.key) for more in further))))
-            found[job.key] = reason
-    for key, reason in (
-        *state.pack_reasons.items(),
-        *((action.job, action.reason) for action in state.moves),
-        *((key, way.reason) for way in state.ways for key in way.jobs),
-        *state.repair_reasons.items(),
-    ):
-        if key in found:
-            found[key] = reason
-    return found
+    state.outcome.slurm_actions = release_plan(state.snapshot, state.memory, "sharing is off")
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _alone(state: SharingState) -> dict[JobKey, Lease]:
+def _alone(state: RoundState) -> dict[JobKey, Lease]:
     """Return the leases of running jobs that have their GPUs to themselves; none where hosts have further lanes."""
     found: dict[JobKey, Lease] = {}
-    if state.further:
+    if state.where.further:
         return found
-    gpus = [gpu for job in state.leased for gpu in job.leased_gpus]
-    by_gpu = state.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
-    for job in state.jobs.values():
+    gpus = [gpu for job in state.jobs.leased for gpu in job.leased_gpus]
+    by_gpu = state.jobs.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
+    for job in state.jobs.ours.values():
         lease = job.lease
         if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
-            stays = not lease.exclusive and job.key not in state.stopping and job.key not in state.packed
+            stays = not lease.exclusive and job.key not in state.who.stopping and job.key not in state.who.packed
             own = by_gpu is None or all(len(by_gpu[gpu]) == 1 for gpu in lease.gpus)
             if stays and not lease.late and own:
                 found[job.key] = lease
     return found
 
 
-def _by_priority(state: SharingState, but: Container[JobKey]) -> list[tuple[Job, int]]:
+def _by_priority(state: RoundState, but: Container[JobKey]) -> list[tuple[Job, int]]:
     """Return each job that has a lease, with its priority.
 
     It is the last on a further lane, if the job came after one that queues for lane 0.
     """
-    further, settings = state.further, state.settings
+    further, settings = state.where.further, state.settings
     last: set[JobKey] = set()
     if further:
         queue = Lane0Queue(state.snapshot, settings)
-        last = {job.key for job in state.all_jobs if not further.isdisjoint(job.nodes) and queue.is_before(job)}
+        last = {job.key for job in state.jobs.all if not further.isdisjoint(job.nodes) and queue.is_before(job)}
     return [
         (job, LAST_PRIORITY if job.key in last else settings.priority(job))
-        for job in state.leased
+        for job in state.jobs.leased
         if job.key not in but
     ]
 
 
-def _others(names: list[str]) -> str:
-    if not names:
-        return ""
-    return f" (takes turns with {jobs_called(names) if len(names) <= MAX_NAMED else f'{len(names)} jobs'})"
-
-
-def _contender(job: Job, priority: int, state: SharingState, partners: frozenset[JobKey]) -> Contender:
+def _contender(job: Job, priority: int, state: RoundState, partners: frozenset[JobKey]) -> Contender:
     """Return a job as a contender; one that is not ours to stop or start is only in the others' way.
 
     Only on lane 0 a job that does not share has its GPUs for itself: there Slurm has given them to it alone.
     """
     lease = job.lease or Lease("waiting", ())
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in state.memory.suspended)
-    managed, first = state.settings.manages(job), state.further.isdisjoint(job.nodes)
+    managed, first = state.settings.manages(job), state.where.further.isdisjoint(job.nodes)
     return Contender(
         key=job.key,
         gpus=frozenset(lease.gpus) | _unreported_gpus(job, lease, state),
@@ -265,10 +240,11 @@ def _contender(job: Job, priority: int, state: SharingState, partners: frozenset
     )
 
 
-def _unreported_gpus(job: Job, lease: Lease, state: SharingState) -> frozenset[Gpu]:
+def _unreported_gpus(job: Job, lease: Lease, state: RoundState) -> frozenset[Gpu]:
     """Return the GPUs of a job of several hosts where no step of it has come yet: the lowest free ones of its lane.
 
-    Its script may begin on any of its hosts. Two such jobs that begin on different hosts would each get the GPUs that
+    Slurm's snapshot does not name the GPUs of a job, and of each node it gives the lowest that are free there. The
+    script may begin on any of its hosts. Two such jobs that begin on different hosts would each get the GPUs that
     the other one lacks, and neither could start or be stopped.
     """
     if job.num_nodes == 1:
@@ -276,17 +252,17 @@ def _unreported_gpus(job: Job, lease: Lease, state: SharingState) -> frozenset[G
     reported, host_of = {gpu.host for gpu in lease.gpus}, state.snapshot.host_of
     if all(host_of.get(name) in reported for name in job.nodes):
         return frozenset()
-    here = [state.by_node.get(name) for name in job.nodes]
+    here = [state.where.by_node.get(name) for name in job.nodes]
     missing = [host for host in here if host is not None and host.name not in reported and job.key in host.residents]
     return frozenset(Gpu(host.name, index) for host in missing for index in host.expected_gpus(job.key))
 
 
-def _halves(state: SharingState) -> list[Yield]:
+def _halves(state: RoundState) -> list[Yield]:
     """Return the yields that a job lacks which has its GPUs on one host already and waits on another.
 
     It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
     """
-    running = state.managed("RUNNING")
+    running = [(job, lease) for job, lease in state.managed if job.state == "RUNNING"]
     halves = [job for job, lease in running if job.num_nodes > 1 and lease.state == "held" and not lease.ready]
     held = [(job, lease) for job, lease in running if lease.state == "held"] if halves else []
     priority = state.settings.priority
@@ -294,7 +270,7 @@ def _halves(state: SharingState) -> list[Yield]:
         job.key: half.key
         for half in reversed(halves)
         for job, lease in held
-        if lease.ready and _meet(job, half) and priority(job) <= priority(half)
+        if lease.ready and meet(job, half) and priority(job) <= priority(half)
     }
     return [
         Yield(key, f"makes way for job {half}, which has its GPUs on other hosts already")
@@ -305,22 +281,22 @@ def _halves(state: SharingState) -> list[Yield]:
 # --- Slurm's allocation --------------------------------------------------------------------------------
 
 
-def _may_be_suspended(job: Job, lease: Lease, state: SharingState) -> bool:
-    """Return True for a job that has yielded and saves no checkpoint now, or that waits for its first turn."""
-    return (lease.state == "yielded" and not lease.saving) or _waits_long(job, lease, state)
+def _may_be_suspended(job: Job, lease: Lease, state: RoundState) -> bool:
+    """Return True for a job that has yielded and saves no checkpoint now, or that waits for its first turn.
+
+    One that never ran must be past its launch: a step that Slurm suspends while it starts may never come up.
+    """
+    if lease.state == "waiting" and not lease.late:
+        started_s = job.start_s if job.start_s is not None else state.now_s
+        return state.now_s - started_s > state.settings.min_run_s
+    return lease.state == "yielded" and not lease.saving
 
 
-def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:
-    """Return True if a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
-    started = job.start_s if job.start_s is not None else state.now_s
-    return lease.state == "waiting" and not lease.late and state.now_s - started > state.settings.min_run_s
-
-
-def _suspended_by_us(job: Job, state: SharingState) -> bool:
+def _suspended_by_us(job: Job, state: RoundState) -> bool:
     return job.state == "SUSPENDED" and job.key in state.memory.suspended
 
 
-def _unsuspend_reason(job: Job, state: SharingState, moved: set[JobKey], saving: set[JobKey]) -> str | None:
+def _unsuspend_reason(job: Job, state: RoundState, moved: set[JobKey], saving: set[JobKey]) -> str | None:
     """Return why Slurm resumes a job that we suspended, None if it stays suspended.
 
     ``moved``: jobs that begin a move in this round; ``saving``: those on their way that are to save a checkpoint.
@@ -331,9 +307,9 @@ def _unsuspend_reason(job: Job, state: SharingState, moved: set[JobKey], saving:
         (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
         (job.lease is None, "no agent knows the job any more, so none would give it a turn"),
         (job.lease is not None and job.lease.state in ("held", "stopping"), "its turn has come"),
-        (job.key in state.holders, "its turn has come"),
-        (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
-        (job.key in state.giving_back, "it gives its place back"),
+        (job.key in state.who.holders, "its turn has come"),
+        (job.key in state.who.leaving, "its host is drained, which must not look finished while the job is there"),
+        (job.key in state.who.giving_back, "it gives its place back"),
         (job.key in moved, "it moves, and saves its checkpoint before"),
         (job.key in saving, "is to save a checkpoint, for which its processes must run"),
         (job.lease is not None and job.lease.saving, "its state goes to a disk, for which its processes must run"),
@@ -341,14 +317,14 @@ def _unsuspend_reason(job: Job, state: SharingState, moved: set[JobKey], saving:
     return next((reason for applies, reason in checks if applies), None)
 
 
-def _requeue_reason(job: Job, state: SharingState) -> str | None:
+def _requeue_reason(job: Job, state: RoundState) -> str | None:
     """Return why a job that cannot go on, or that gives its further lane back, is requeued; None if it stays."""
     lease, snapshot, settings = job.lease, state.snapshot, state.settings
     if lease is None or lease.late or not job.requeueable or not settings.manages(job):
         return None
-    if lease.lost or state.further.isdisjoint(job.nodes):
+    if lease.lost or state.where.further.isdisjoint(job.nodes):
         return lost_text(lease, requeueable=True) if lease.lost else None
-    near = dict(rival for gpu in lease.gpus for rival in state.by_gpu[gpu] if rival[1].key != job.key)
+    near = dict(rival for gpu in lease.gpus for rival in state.jobs.by_gpu[gpu] if rival[1].key != job.key)
     rivals = [near[place] for place in sorted(near) if not near[place].starts_unleased]
     # It never ran, and has waited too long behind a job that cannot be stopped.
     if lease.state == "waiting":
@@ -362,22 +338,18 @@ def _requeue_reason(job: Job, state: SharingState) -> str | None:
         return f"gives its place back: it did not stop {lease.refusals} times, and {job_names(waiting)} waited"
     # It cannot be stopped, and another job has waited long enough for it.
     stuck = _cannot_stop(job, settings)
-    if kept := [other.key for other in rivals if stuck and _waits_unmanaged(other.lease, settings)]:
+    unmanaged = [(o.key, o.lease) for o in rivals if stuck and o.lease is not None and o.lease.exclusive]
+    if kept := [k for k, o in unmanaged if o.state == "waiting" and o.waited_s > settings.unmanaged_wait_s]:
         return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in"
     started = lease.held_s > settings.lease_wait_s  # before, it may only not have attached yet
     behind = [other.key for other in rivals if stuck and started and _waits_too_long(other, state)]
     return f"gives its place back: it cannot be stopped, and {job_names(behind)} waited" if behind else None
 
 
-def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
-    waits = lease is not None and lease.exclusive and lease.state == "waiting"
-    return waits and lease is not None and lease.waited_s > settings.unmanaged_wait_s
-
-
-def _waits_too_long(job: Job, state: SharingState) -> bool:
+def _waits_too_long(job: Job, state: RoundState) -> bool:
     """Return True if a job that keeps its place, because it ran there or has lane 0, is past the longest wait."""
     lease = job.lease
-    stays = lease is not None and (lease.state == "yielded" or state.further.isdisjoint(job.nodes))
+    stays = lease is not None and (lease.state == "yielded" or state.where.further.isdisjoint(job.nodes))
     ours = job.state == "RUNNING" or _suspended_by_us(job, state)
     waits = lease is not None and not holds(job) and lease.waited_s > state.settings.lease_wait_s
     return stays and ours and waits and state.settings.manages(job)
@@ -386,13 +358,6 @@ def _waits_too_long(job: Job, state: SharingState) -> bool:
 def _cannot_stop(job: Job, settings: SharingSettings) -> bool:
     held = job.lease is not None and job.lease.state == "held"
     return held and not (job.lease is not None and job.lease.ready and settings.manages(job))
-
-
-def _meet(job: Job, other: Job) -> bool:
-    mine, theirs = job.lease, other.lease
-    return (
-        job.key != other.key and mine is not None and theirs is not None and not set(mine.gpus).isdisjoint(theirs.gpus)
-    )
 
 
 def release_plan(
@@ -412,46 +377,3 @@ def release_plan(
         *(Release(job.key, reason, unpin=True) for job in our_pins(snapshot, memory)),
         *(SetFactor(job.key, 0, reason) for job in jobs if everything and memory.factors.get(job.key.id)),
     )
-
-
-# --- Reasons -------------------------------------------------------------------------------------------
-
-
-def _reason(job: Job, state: SharingState, owed_s: float) -> str:
-    """Return the sentence of a job by its state, when no action says more."""
-    reason = exclusion_reason(job, state.settings) or state.placement_reasons.get(job.key)
-    if reason is not None:
-        return reason
-    if job.held:
-        return "left alone: held by its owner or an admin"
-    if job.state == "PENDING":
-        return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
-    if job.state == "SUSPENDED" and not _suspended_by_us(job, state):
-        return "left alone: suspended by its owner or an admin"
-    if job.lease is None:
-        return "no agent knows the job, so it runs as without Cadenza"
-    turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
-    turn = NOT_ASKED if job.lease.late else turn
-    turn = f"{turn}; {job.lease.no_room}" if job.lease.no_room else turn
-    early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
-    turn += early + _in_debt(owed_s) + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
-    return state.giving_back.get(job.key, turn)
-
-
-def _in_debt(owed_s: float) -> str:
-    return f"; its last start had its GPUs for {owed_s:.0f} s while others waited, which counts" if owed_s else ""
-
-
-def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:
-    """Name the processes without a lease on the hosts of a job that waits for its GPUs."""
-    if lease.state == "held":
-        return ""
-    taken, host_of = snapshot.taken, snapshot.host_of
-    found = [taken[host] for host in sorted({host_of.get(name, "") for name in job.nodes}) if host in taken]
-    return f"; {found[0]}" if found else ""
-
-
-def _not_ready(job: Job, lease: Lease) -> str:
-    if lease.lost:
-        return f"; {lost_text(lease, requeueable=job.requeueable)}"
-    return f"; cannot be stopped: {lease.why_not_ready}" if lease.why_not_ready and not lease.ready else ""
