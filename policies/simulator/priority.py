@@ -33,8 +33,11 @@ class Facts(NamedTuple):
     qos: str
     partition: str
     nice: int
-    size: float
-    """Its part of the cluster: the mean of its part of the nodes and of the CPUs (PriorityFavorSmall=no)."""
+    points: tuple[float, float, float]
+    """Weighted factors of its size (PriorityFavorSmall=no: the mean of its part of the nodes and of the CPUs), its QOS
+    and its partition."""
+    tier: int
+    """PriorityTier of its partition."""
 
 
 class _Usage:
@@ -75,22 +78,21 @@ class Multifactor:
 
     def facts(self, person: Person, qos: str, partition: str, nice: int, nodes: int, cpus: int) -> Facts:
         """Return the facts that a job's priority depends on."""
-        return Facts(person, qos, partition, nice, (nodes / self._nodes + cpus / self._cpus) / 2)
-
-    def tier(self, partition: str) -> int:
-        """Return a partition's PriorityTier."""
-        return self.rules.partitions.get(partition, Tier()).tier
+        rules, weights = self.rules, self.rules.weights
+        tier = rules.partitions.get(partition, Tier())
+        points = (
+            weights.jobsize * ((nodes / self._nodes + cpus / self._cpus) / 2),
+            weights.qos * rules.qos.get(qos, Qos()).priority / self._top_qos,
+            weights.partition * tier.job_factor / self._top_partition,
+        )
+        return Facts(person, qos, partition, nice, points, tier.tier)
 
     def value(self, job: Facts, eligible_s: float, now_s: float, site_factor: int) -> int:
         """Return a job's priority: the sum of its weighted factors, less nice."""
         weights, rules = self.rules.weights, self.rules
-        found = (
-            weights.age * min(max(now_s - eligible_s, 0.0) / rules.max_age_s, 1.0)
-            + weights.fairshare * self._factors.get(job.person, 1.0)
-            + weights.jobsize * job.size
-            + weights.qos * rules.qos.get(job.qos, Qos()).priority / self._top_qos
-            + weights.partition * rules.partitions.get(job.partition, Tier()).job_factor / self._top_partition
-        )
+        age, fair = max(now_s - eligible_s, 0.0) / rules.max_age_s, self._factors.get(job.person, 1.0)
+        size, qos, partition = job.points
+        found = weights.age * min(age, 1.0) + weights.fairshare * fair + size + qos + partition
         return max(int(found) + site_factor - job.nice, LEAST)
 
     # --- Usage and fair share --------------------------------------------------------------------------

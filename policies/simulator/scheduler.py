@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from operator import attrgetter
 
@@ -110,6 +110,8 @@ class Scheduler:
         """Jobs that wait for their begin time."""
         self.running: dict[QueuedJob, tuple[float, Shares]] = {}
         """The end by its time limit, and what it has on which nodes, other lanes of their hosts included."""
+        self._unseen: list[QueuedJob] = []
+        """Jobs of the queue, or that were in it, since the main scheduler looked last."""
         self._future: Future | None = None
         self._has: dict[QueuedJob, int] = {}
         """GPUs of each running job."""
@@ -137,27 +139,38 @@ class Scheduler:
     def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
         """Queue a job, from ``delay_s`` on; its age begins then."""
         job.begin_s = job.eligible_s = now_s + delay_s
-        job.looked = False
-        self._prioritize(job, now_s)
-        self._stale = True
         if delay_s > 0:
             job.reason = "BeginTime"
+            self._prioritize(job, now_s)
             heappush(self._later, (job.begin_s, job.id, job))
         else:
-            job.reason = ""
-            insort(self.queue, job, key=BY_ORDER)
-            self._new = True
+            self._enter(job, now_s)
+
+    def _enter(self, job: QueuedJob, now_s: float) -> None:
+        """Put a job into the queue, where the main scheduler has not seen it yet."""
+        job.reason, job.looked = "", False
+        self._unseen.append(job)
+        self._prioritize(job, now_s)
+        insort(self.queue, job, key=BY_ORDER)
+        self._new = self._stale = True
 
     def withdraw(self, job: QueuedJob) -> None:
         """Take a job out of the queue, or do nothing if it is not there."""
-        if job in self.queue:
-            self.queue.remove(job)
+        if (place := self._place_of(job)) is not None:
+            del self.queue[place]
             self._stale = True
-        self._later = [entry for entry in self._later if entry[2] is not job]
+        elif self._later:
+            self._later = [entry for entry in self._later if entry[2] is not job]
+            heapify(self._later)
 
     def waits(self, job: QueuedJob) -> bool:
         """Return True if a job is in the queue, or will be at its begin time."""
-        return job in self.queue or any(entry[2] is job for entry in self._later)
+        return self._place_of(job) is not None or any(entry[2] is job for entry in self._later)
+
+    def _place_of(self, job: QueuedJob) -> int | None:
+        """Return a job's place in the queue; None if it is not there."""
+        place = bisect_left(self.queue, job.order, key=BY_ORDER)
+        return place if place < len(self.queue) and self.queue[place] is job else None
 
     def before(self, job: QueuedJob) -> int:
         """Return how many jobs of the queue have a higher priority than this one, or the same and a lower id."""
@@ -179,8 +192,8 @@ class Scheduler:
     def set_factor(self, job: QueuedJob, factor: int, now_s: float) -> None:
         """Set a job's SiteFactor and its place in the queue."""
         job.site_factor = factor
-        if job in self.queue:
-            self.queue.remove(job)
+        if (place := self._place_of(job)) is not None:
+            del self.queue[place]
             self._prioritize(job, now_s)
             insort(self.queue, job, key=BY_ORDER)
             self.change()
@@ -296,11 +309,7 @@ class Scheduler:
         rules = self.backfill
         self.tick(now_s)
         while self._later and self._later[0][0] <= now_s:
-            job = heappop(self._later)[2]
-            job.reason = ""
-            self._prioritize(job, now_s)
-            insort(self.queue, job, key=BY_ORDER)
-            self._new = self._stale = True
+            self._enter(heappop(self._later)[2], now_s)
         new, freed = self._new, self._freed
         self._new = self._freed = False
         # 1. The main scheduler: after each end at once, and soon after a submission.
@@ -321,7 +330,7 @@ class Scheduler:
 
     def _prioritize(self, job: QueuedJob, now_s: float) -> None:
         job.priority = self.priorities.value(job.facts, job.eligible_s, now_s, job.site_factor)
-        job.order = (-self.priorities.tier(job.partition), -job.priority, job.submit_s, job.id)
+        job.order = (-job.facts.tier, -job.priority, job.submit_s, job.id)
 
     # --- The main scheduler and backfill -------------------------------------------------------------------
 
@@ -361,8 +370,9 @@ class Scheduler:
             else:
                 blocked.add(job.partition)
                 left &= ~self.nodes_of[job.partition]
-        for job in self.queue:
+        for job in self._unseen:
             job.looked = True
+        self._unseen.clear()
         self._stale = True
 
     def _heads(self) -> Iterator[QueuedJob]:
@@ -374,7 +384,7 @@ class Scheduler:
             at += at < len(self.queue) and self.queue[at] is job
 
     def _start(self, job: QueuedJob, spot: Sequence[int]) -> None:
-        self.queue.remove(job)
+        self.withdraw(job)
         self._start_told(job, job.pins or tuple(zip(spot, job.each, strict=True)))
 
     def _place(self, job: QueuedJob, among: int) -> list[int]:
