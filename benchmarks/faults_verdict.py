@@ -20,9 +20,9 @@ UP_S = 30.0
 IDLE_S = 30.0
 """Longest time that a GPU may be idle while a job that could use it waits."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-STOPPED_AGENT_S = 36.0
-"""The same while an agent is stopped: a job that starts on its host waits 30 s for its word (``wait=`` of the plugin,
-after which a job of another lane would have left), and Slurm takes a second before and the watcher one after that."""
+STOPPED_AGENT_S = 40.0
+"""The same while an agent is stopped: the first step of a job on its host waits 30 s for its word (``wait=`` of the
+plugin, after which a job of another lane would have left), a further one 5 s, and Slurm takes some seconds."""
 HELD_S = 30.0
 """Longest time that a job may be held while slurmctld answers: a move holds it for a second, a killed slurmctld too."""
 NOT_FOR_GPUS = ("JobHeld", "Dependency", "BeginTime")

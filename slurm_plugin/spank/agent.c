@@ -4,7 +4,7 @@
  * And the job's handover file, jobs/NODE.JOBID next to the agent's socket, written by root and for root. It has the
  * values that only Slurm's prolog knows and a task needs: restart count, this host's GPUs of the whole job, and the
  * comment's sharing, batch rule, late lease and addresses that stay. An agent that starts later reads the user as well, and
- * so knows the job.
+ * so knows the job. A step that has waited in vain for the agent adds a line.
  */
 #include "cadenza.h"
 
@@ -73,12 +73,36 @@ static enum answer next_answer(int fd, char *packet)
 	return read_state(packet);
 }
 
-/* Longest silence of the agent. An unmanaged job counts its whole wait, because it takes no turns. */
-static int limit_ms(const struct job *job, const struct config *config, bool reached)
+/*
+ * Longest silence of the agent. An unmanaged job counts its whole wait, because it takes no turns. Beside an agent that is
+ * stopped only the first step waits for as long: the job has its GPUs since then, and each of its steps would wait anew.
+ */
+int agent_limit_ms(const struct job *job, const struct config *config, bool reached)
 {
 	int limit = config->wait_s * 1000;
 
-	return job->lane == 0 && !reached && limit > RESTART_MS ? RESTART_MS : limit;
+	return job->lane == 0 && (!reached || job->unheard) && limit > RESTART_MS ? RESTART_MS : limit;
+}
+
+static void path_of(const struct config *config, const char *node, uint32_t id, char *path, size_t size)
+{
+	int directory = (int)(strrchr(config->socket, '/') - config->socket);
+
+	snprintf(path, size, "%.*s/jobs/%s.%u", directory, config->socket, node, id);
+}
+
+/* Says to the job's further steps, in its handover file, that the agent did not answer. */
+static void handover_mark(const struct config *config, const struct job *job)
+{
+	char path[512];
+	int fd;
+
+	path_of(config, job->node, job->id, path, sizeof(path));
+	fd = open(path, O_WRONLY | O_APPEND | O_NOFOLLOW | O_CLOEXEC);
+	if (fd < 0)
+		return;
+	dprintf(fd, "1\n");
+	close(fd);
 }
 
 /*
@@ -94,7 +118,7 @@ enum verdict agent_wait(const struct job *job, const struct config *config, wait
 	int fd = -1;
 	enum verdict verdict = AGENT_SILENT;
 
-	for (int silent_ms = 0; silent_ms < limit_ms(job, config, reached);) {
+	for (int silent_ms = 0; silent_ms < agent_limit_ms(job, config, reached);) {
 		enum answer answer;
 
 		if (fd < 0)
@@ -126,6 +150,8 @@ enum verdict agent_wait(const struct job *job, const struct config *config, wait
 	}
 	if (fd >= 0)
 		close(fd);
+	if (verdict == AGENT_SILENT && !waits && !job->unheard)
+		handover_mark(config, job);
 	return verdict;
 }
 
@@ -140,13 +166,6 @@ void agent_report_end(uint32_t id, const struct config *config)
 }
 
 /* --- handover from the prolog to the tasks --- */
-
-static void path_of(const struct config *config, const char *node, uint32_t id, char *path, size_t size)
-{
-	int directory = (int)(strrchr(config->socket, '/') - config->socket);
-
-	snprintf(path, size, "%.*s/jobs/%s.%u", directory, config->socket, node, id);
-}
 
 static uint32_t environment_number(const char *name)
 {
@@ -233,7 +252,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 {
 	char path[512], gpus[512];
 	uint32_t hosts, restart;
-	int code, batch_per_gpu = 0, late = 0, graphs = 0, summary = 0;
+	int code, batch_per_gpu = 0, late = 0, graphs = 0, summary = 0, unheard = 0;
 	FILE *file;
 	bool read;
 
@@ -241,8 +260,8 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s %d %*u %d %d %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late,
-		      &graphs, &summary) >= 4;
+	read = fscanf(file, "%u %u %d %511s %d %*u %d %d %d %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late,
+		      &graphs, &summary, &unheard) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
@@ -251,6 +270,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	job->late = late;
 	job->graphs = graphs;
 	job->summary = summary;
+	job->unheard = unheard;
 	*sharing = (enum sharing)code;
 	/* slurmd runs no prolog where a job is requeued as slurmctld starts: the GPUs are those of the start before. */
 	if (restart < job->restart)

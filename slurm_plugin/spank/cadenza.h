@@ -58,6 +58,7 @@ struct job {
 	bool late; /* it asks for its lease by itself, when it needs its GPUs */
 	bool graphs; /* its device addresses stay at a yield */
 	bool summary; /* its client says at the end what sharing took */
+	bool unheard; /* one of its steps has waited in vain for the agent's first word */
 };
 
 enum verdict {
@@ -105,6 +106,7 @@ void preload_without(char *preload);
 enum sharing { SHARING_UNSET, SHARING_NO, SHARING_YES };
 /* Announces that a job waits and the agent's reason; without a reason that it goes on. */
 typedef void waiting_teller(const struct job *job, const char *reason);
+int agent_limit_ms(const struct job *job, const struct config *config, bool reached);
 enum verdict agent_wait(const struct job *job, const struct config *config, waiting_teller *tell);
 void agent_report_end(uint32_t id, const struct config *config);
 enum sharing comment_sharing(const char *comment);

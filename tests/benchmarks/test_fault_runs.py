@@ -186,9 +186,9 @@ def test_a_gpu_may_be_idle_for_as_long_as_the_plugin_waits_for_a_stopped_agent()
         found = judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*waits, slurm(100.0)], journal=[*rows, end]))
         return sum(finding.rule == "GPU idle" for finding in found)
 
-    assert idle(74, "down") == 0
-    assert idle(74, "down", "up") == idle(74) == 2
-    assert idle(78, "down") == 2
+    assert idle(78, "down") == 0
+    assert idle(78, "down", "up") == idle(78) == 2
+    assert idle(84, "down") == 2
 
 
 def test_a_gpu_is_not_idle_while_slurm_has_its_host_down_nor_shortly_after() -> None:

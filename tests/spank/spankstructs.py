@@ -48,6 +48,7 @@ class Job(ctypes.Structure):
         ("late", ctypes.c_bool),
         ("graphs", ctypes.c_bool),
         ("summary", ctypes.c_bool),
+        ("unheard", ctypes.c_bool),
     )
 
 

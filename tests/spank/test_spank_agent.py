@@ -329,6 +329,30 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert not list((path.parent / "jobs").iterdir())
 
 
+def test_one_step_waits_for_a_stopped_agent_and_not_each(
+    library: ctypes.CDLL, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"SLURMD_NODENAME": "node1", "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,3", "SLURM_JOB_RESTART_COUNT": "2"}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, value)
+    config, word, limits = ctypes.byref(Config(str(path).encode(), 30)), ctypes.c_int(), []
+    library.handover_write(config)
+    for script in ([lease("wait")], [], None):
+        step = job()
+        assert library.handover_read(config, ctypes.byref(step), ctypes.byref(word))
+        limits.append(library.agent_limit_ms(ctypes.byref(step), config, ctypes.c_bool(True)))
+        if script is not None:
+            with peer(path, script):
+                assert wait(library, path, step) == SILENT
+            path.unlink()
+    assert limits == [30_000, 30_000, 5000], "one that has spoken may have a reason to let it wait"
+    (seen,) = handover.read_all(path.parent / "jobs")
+    assert (seen.job, seen.gpus) == (7, (0, 3))
+    library.handover_write(config)
+    assert library.handover_read(config, ctypes.byref(step), ctypes.byref(word))
+    assert not step.unheard, "another start of the job"
+
+
 def test_a_host_without_agent_gets_no_files(
     library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Handover files: the prolog's word on each job of this host with GPUs, written by root and for root.
 
 The SPANK plugin writes ``jobs/NODE.JOBID`` next to the agent's socket before a job's first task, and removes it in the
-epilog: ``RESTART HOSTS SHARING GPUS BATCH UID LATE GRAPHS SUMMARY``.
+epilog: ``RESTART HOSTS SHARING GPUS BATCH UID LATE GRAPHS SUMMARY``, and a line ``1`` of a step that no agent answered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SHARES = 2
 """The comment's word that the job shares (``SHARING_YES`` in the plugin)."""
 MAX_BYTES = 4096
-_CONTENT = re.compile(r"(\d{1,10}) (\d{1,10}) ([012]) ([\d,-]{1,400}) [01](?: (\d{1,10})(?: [01]){0,3})?\s*")
+_CONTENT = re.compile(r"(\d{1,10}) (\d{1,10}) ([012]) ([\d,-]{1,400}) [01](?: (\d{1,10})(?: [01]){0,3})?\s*(?:1\s*)?")
 _LANE = re.compile(r"-l(\d{1,4})$")
 
 
