@@ -86,11 +86,13 @@ def program(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 def agent(directory: Path, address: str) -> list[str]:
     """Write the agent's settings, and return how it is started."""
-    settings = {
-        "socket": directory / "agent.sock", "state_dir": directory / "state", "keys": directory / "keys",
-        "service": address, "host": HOST,
-    }  # fmt: skip
-    lines = ["[agent]", *(f"{key} = {json.dumps(str(value))}" for key, value in settings.items())]
+    tables = {
+        "agent": {"keys": directory / "keys", "service": address},
+        "expert": {"socket": directory / "agent.sock", "state_dir": directory / "state", "host": HOST},
+    }
+    lines = [
+        f"{table}.{key} = {json.dumps(str(value))}" for table, values in tables.items() for key, value in values.items()
+    ]
     (directory / "cadenza.toml").write_text("\n".join(lines))
     return ["-m", "cadenza.sidecar.agent", "--config", str(directory / "cadenza.toml")]
 

@@ -192,7 +192,7 @@ def ordered(cluster: Cluster, jobs: Sequence[int], waiting: int) -> int:
 
 def switch(cluster: Cluster, *, on: bool) -> None:
     """Switch defragmentation on or off."""
-    cluster.put("/etc/cadenza/conf.d/zz-defrag.toml", f"[gandiva]\ndefrag = {str(on).lower()}\n")
+    cluster.put("/etc/cadenza/conf.d/zz-defrag.toml", f"[gandiva]\nmoves = {str(on).lower()}\n")
     cluster.run("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
 
 

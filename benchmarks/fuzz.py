@@ -343,7 +343,7 @@ def of_wire() -> list[Boundary]:
 
 def of_files(folder: Path) -> list[Boundary]:
     """Return the boundaries whose inputs are files."""
-    toml = b'[service]\nmode = "observe"\npoll_s = 5\n[guard]\npartitions = ["gpu"]\n[agent]\nheartbeat_s = 2.0\n'
+    toml = b'[service]\nmode = "observe"\npoll_s = 5\n[guard]\npartitions = ["gpu"]\n[expert]\nheartbeat_s = 2.0\n'
     trace = b"job,submit_s,gpus,model,iterations,user,min_gpus\n1,0,1,gnmt,5,a,1\n2,7.5,8,m5,5,,\n"
     published = json.loads(text_of("synergy.json"))
     profiles = json.dumps({**published, "profiles": published["profiles"][:2]}).encode()

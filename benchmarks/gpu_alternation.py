@@ -132,10 +132,10 @@ def agent(folder: Path, *, plain: bool) -> Iterator[Path]:
     from cadenza.sidecar.agent.driver import trial_record  # noqa: PLC0415
 
     place, state = folder / "agent.sock", folder / "state"
-    settings = {"socket": str(place), "state_dir": str(state), "keys": str(folder), "host": "bench"}
-    settings |= {"driver_checkpoint": "unattached"} if plain else {}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    (folder / "cadenza.toml").write_text("\n".join(["[agent]", *lines, ""]))
+    settings = {"expert.socket": str(place), "expert.state_dir": str(state), "agent.keys": str(folder)}
+    settings |= {"agent.driver_checkpoint": "unattached"} if plain else {}
+    lines = ['expert.host = "bench"', *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
+    (folder / "cadenza.toml").write_text("\n".join([*lines, ""]))
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     facts = {"type": "Facts", "v": orders.VERSION, "jobs": [], "slice_s": SLICE_S, "min_run_s": SLICE_S / 3}
     facts |= {"share_between_users": True, "enforce": True}

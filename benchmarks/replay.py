@@ -41,7 +41,6 @@ SIZE = Size(NODES, PER_NODE, 24, 500_000)
 LEAST_GAIN = 1.2
 MAX_SEEDS = 50
 POLL_S = 1.0
-SPACING_S = 0.5
 """Least time between rounds: 24 s of the trace, where a site has 2 s."""
 MOST_RPCS = 6
 SIDES = ("plain", "cadenza")
@@ -113,11 +112,10 @@ def settings_text(factor: float, move_s: float) -> str:
     return f"""[service]
 mode = "apply"
 poll_s = {POLL_S}
-min_round_spacing_s = {SPACING_S}
 [guard]
 partitions = ["shared"]
-min_run_s = {shipped.guard.min_run_s / factor}
-[policy]
+[expert]
+min_run_s = {shipped.expert.min_run_s / factor}
 move_s = {move_s}
 [sharing]
 slice_s = {shipped.sharing.slice_s / factor}

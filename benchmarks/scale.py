@@ -54,8 +54,9 @@ from cadenza.policies.core.actions import (
 )
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.guard import GuardOptions
 from cadenza.sidecar import clock as module
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, JobTelemetry, LeaseReport, Receipt, Report
 from cadenza.slurm_plugin.gateway.json_source import JsonSource
@@ -64,7 +65,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.agents.curve_keys import make_keys
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.loop import Loop, Parts
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings
+from cadenza.slurm_plugin.service.settings import ServiceTable, Settings
 from cadenza.slurm_plugin.service.store.writer import DAY_S, FRAME_S, SLOT_S, TOLD_S, SqliteStore
 
 GPUS, CPUS, MEMORY_MB, GPU_MB, LANES = 8, 96, 1_000_000, 32 * 1024, 2
@@ -497,7 +498,8 @@ def measure(
     slurm.apply = site.apply  # type: ignore[method-assign]
     settings = Settings(
         service=ServiceTable(mode="apply"),
-        guard=GuardTable(partitions=frozenset(site.partitions), kill_switch=str(folder / "STOP")),
+        guard=GuardOptions(partitions=frozenset(site.partitions)),
+        expert=ExpertTable(kill_switch=str(folder / "STOP")),
     )
     store = SqliteStore(folder / "cadenza.db", clock)
     loop = Loop(settings, Parts(slurm, hub, store), clock, Random(1))  # type: ignore[arg-type]
@@ -573,7 +575,7 @@ def measure(
 
 def agents_of(address: str, keys: Path, hosts: list[str], seconds: float, busy_s: float) -> int:
     """Be the agents of these hosts: each has its own key and reports at the shipped interval. Return the reports."""
-    context, heartbeat_s = zmq.Context(), AgentSettings().heartbeat_s
+    context, heartbeat_s = zmq.Context(), AgentSettings().expert.heartbeat_s
     context.set(zmq.MAX_SOCKETS, len(hosts) + 64)
     server, _ = zmq.auth.load_certificate(keys / "service.key")
     links = []
@@ -628,7 +630,7 @@ def measure_hub(count: int, seconds: float, *, busy: bool) -> bool:
     with tempfile.TemporaryDirectory(prefix="scale") as folder:
         keys, hosts = Path(folder) / "keys", [f"n{number:05}" for number in range(count)]
         make_keys(keys, hosts)
-        hub = Hub(HubSettings("tcp://127.0.0.1:*", keys, AgentSettings().heartbeat_s), SystemClock())
+        hub = Hub(HubSettings("tcp://127.0.0.1:*", keys, AgentSettings().expert.heartbeat_s), SystemClock())
         hub.start()
         told = Path(folder) / "sent"
         if (child := os.fork()) == 0:

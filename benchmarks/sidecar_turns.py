@@ -115,9 +115,9 @@ def running(folder: Path, numbers: Sequence[int], agent: Path | None = None) -> 
 def agent(folder: Path) -> Iterator[Path]:
     """Run an agent without a service, with the three jobs on GPU 0 registered as by SPANK; yield its socket."""
     place = folder / "agent.sock"
-    settings = {"socket": str(place), "state_dir": str(folder / "state"), "keys": str(folder), "host": "bench"}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    (folder / "cadenza.toml").write_text("\n".join(["[agent]", *lines, ""]))
+    settings = {"expert.socket": str(place), "expert.state_dir": str(folder / "state"), "agent.keys": str(folder)}
+    lines = ['expert.host = "bench"', *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
+    (folder / "cadenza.toml").write_text("\n".join([*lines, ""]))
     command = [sys.executable, "-m", "cadenza.sidecar.agent", "--config", str(folder / "cadenza.toml")]
     with (folder / "agent.log").open("ab") as log, ExitStack() as stack:
         process = stack.enter_context(subprocess.Popen(command, stderr=log))

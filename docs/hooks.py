@@ -45,6 +45,7 @@ SETTINGS_HEAD = """\
 Every key of `/etc/cadenza/cadenza.toml` with its default. Files in `/etc/cadenza/conf.d/*.toml` are read after it, in
 order of their names. `cadenza config` prints the values in force and where each comes from; `cadenza config --check`
 checks the files. This page is generated from the definition of the settings."""
+EXPERT_HEAD = ("", "What only a site unlike others, or a test, sets; `cadenza config` shows of it what is set.")
 ROOMS = ("policies", "profiler", "sidecar", "slurm_plugin")
 PACKAGES_HEAD = """\
 # Packages
@@ -150,7 +151,8 @@ def settings_page() -> str:
     for row in rows():
         if row.section != section:
             section = row.section
-            lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+            lines += ["", f"## [{section}]", *(EXPERT_HEAD if section == "expert" else ())]
+            lines += ["", "| key | type | default | meaning |", "|---|---|---|---|"]
         unit = f" ({row.unit})" if row.unit else ""
         cells = (f"`{row.key}`", row.type, f"`{toml_value(row.default)}`", row.doc + unit)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

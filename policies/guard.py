@@ -32,7 +32,7 @@ Names: TypeAlias = frozenset[Annotated[str, Meta(min_length=1)]]
 
 @dataclass(frozen=True, slots=True)
 class GuardOptions:
-    """The admin's limits. Without partitions nothing is managed; the other empty lists mean all. Times in seconds."""
+    """The admin's limits. Without partitions nothing is managed; the other empty lists mean all."""
 
     partitions: Annotated[Names, Meta(description="Managed partitions; nothing is ever done outside them")] = (
         frozenset()
@@ -40,14 +40,16 @@ class GuardOptions:
     accounts: Annotated[Names, Meta(description="Only jobs of these accounts; empty: all")] = frozenset()
     qos: Annotated[Names, Meta(description="Only jobs of these QOS; empty: all")] = frozenset()
     users: Annotated[Names, Meta(description="Only jobs of these users; empty: all")] = frozenset()
-    max_actions_per_round: Annotated[int, Meta(description="Most actions in one round", ge=0)] = 200
-    min_run_s: Annotated[float, Meta(description="A job that got its GPUs keeps them at least this long", ge=0)] = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings(GuardOptions):
-    """The admin's limits, and the state of the service in which actions may leave."""
+    """The admin's limits, and the state of the service in which actions may leave. Times in seconds."""
 
+    max_actions_per_round: int = 200
+    """Each is a call to slurmctld, which serves the site's users between them."""
+    min_run_s: float = 5.0
+    """A job that got its GPUs keeps them at least this long."""
     enforce: bool = False
     killed: bool = False
 

@@ -1,10 +1,10 @@
-"""The agent's settings: section ``[agent]`` of the configuration file."""
+"""The part of the configuration file that the agent reads: ``[agent]`` and ``[expert]``."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -13,9 +13,11 @@ from cadenza.sidecar.config import SECTIONS, load
 from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.sidecar.wire import DEFAULT_SOCKET
 
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 
-class AgentSettings(msgspec.Struct, frozen=True):
-    """One field for each key of ``[agent]``; times in seconds."""
+
+class AgentTable(msgspec.Struct, frozen=True):
+    """``[agent]``: the daemon on each host. Times in seconds."""
 
     service: Annotated[
         str,
@@ -25,9 +27,6 @@ class AgentSettings(msgspec.Struct, frozen=True):
             pattern=r"^((tcp|ipc)://[^,]+(,(tcp|ipc)://[^,]+)*)?$",
         ),
     ] = ""
-    socket: Annotated[str, Meta(description="Unix socket that jobs and the SPANK plugin connect to", min_length=1)] = (
-        DEFAULT_SOCKET
-    )
     metrics: Annotated[
         str,
         Meta(
@@ -36,23 +35,9 @@ class AgentSettings(msgspec.Struct, frozen=True):
             pattern=ADDRESS,
         ),
     ] = ""
-    state_dir: Annotated[str, Meta(description="Directory of leases.json", min_length=1)] = "/var/lib/cadenza"
     keys: Annotated[
         str, Meta(description="Directory with agents/HOST.key_secret and service.key (made by cadenza keygen)")
     ] = "/etc/cadenza/keys"
-    service_timeout_s: Annotated[
-        float, Meta(description="Silence of the service after which jobs take turns locally", gt=0)
-    ] = 30.0
-    heartbeat_s: Annotated[float, Meta(description="Longest time between two reports to the service", gt=0)] = 2.0
-    lease_wait_s: Annotated[
-        float,
-        Meta(description="Longest wait of a starting job for its first lease, once the host has memory for it", ge=0),
-    ] = 600.0
-    host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
-    memory_margin: Annotated[
-        float,
-        Meta(description="Free host memory that a yield needs, as a multiple of the state it moves there", ge=1),
-    ] = 1.25
     save_before_suspend_s: Annotated[
         float,
         Meta(
@@ -68,42 +53,102 @@ class AgentSettings(msgspec.Struct, frozen=True):
             "or all, for the CUDA contexts that stay on the GPU after ranks moved their state"
         ),
     ] = "off"
-    telemetry_s: Annotated[float, Meta(description="Time between two samples of each job's use of the host", gt=0)] = (
-        5.0
-    )
     records: Annotated[
         Literal["off", "request", "jsonl"],
         Meta(description="Jobs whose samples are kept: none, those that set CADENZA_RECORDS, or all"),
     ] = "request"
-    records_dir: Annotated[
-        str, Meta(description="Directory of records for jobs that set no CADENZA_RECORDS, by uid", min_length=1)
-    ] = "/var/lib/cadenza/records"
     tuning: Annotated[
         Literal["off", "affinity", "cgroups"],
         Meta(description="Means to change a running job's CPUs and memory; cgroups falls back to affinity"),
     ] = "cgroups"
+
+
+class ExpertTable(msgspec.Struct, frozen=True):
+    """``[expert]``, of both daemons: what only a site unlike others, or a test, sets. Times in seconds."""
+
+    host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
+    socket: Annotated[
+        Text, Meta(description="Unix socket of the agent, as socket= of the SPANK plugin's line in plugstack.conf")
+    ] = DEFAULT_SOCKET
+    state_dir: Annotated[Text, Meta(description="Directory of the agent's leases.json and records/")] = (
+        "/var/lib/cadenza"
+    )
     slurm_cpus: Annotated[
-        int, Meta(description="CPUs that Slurm counts on this host; 0: those of the machine", ge=0)
+        int,
+        Meta(
+            description="CPUs that Slurm counts on this host, if not those of the machine (config_overrides); 0: those",
+            ge=0,
+        ),
     ] = 0
+    heartbeat_s: Annotated[float, Meta(description="Longest time between two reports of an agent", gt=0)] = 2.0
+    service_timeout_s: Annotated[
+        float, Meta(description="Silence of the service after which jobs take turns locally", gt=0)
+    ] = 30.0
+    telemetry_s: Annotated[float, Meta(description="Time between two samples of each job's use of the host", gt=0)] = (
+        5.0
+    )
+    lease_wait_s: Annotated[
+        float,
+        Meta(description="Longest wait of a starting job for its first lease, once the host has memory for it", ge=0),
+    ] = 600.0
+    jobs_socket: Annotated[Text, Meta(description="Socket at which users read the service's record of their jobs")] = (
+        "/run/cadenzad/jobs.sock"
+    )
+    kill_switch: Annotated[
+        Text, Meta(description="While this file exists no action leaves; read before each round")
+    ] = "/etc/cadenza/STOP"
+    watchdog_grace_s: Annotated[
+        float, Meta(description="Time for a killed service to come back before its jobs are released", ge=0)
+    ] = 20.0
+    min_run_s: Annotated[float, Meta(description="A job that got its GPUs keeps them at least this long", ge=0)] = 5.0
+    level_points: Annotated[
+        float,
+        Meta(
+            description="Priority that the last level of attained GPU time costs a job that made way, as a part of the "
+            "sum of the site's PriorityWeights; the first level costs nothing (preemption)",
+            ge=0,
+            le=100,
+        ),
+    ] = 0.44
+    size_pending: Annotated[
+        bool,
+        Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),
+    ] = True
+    move_s: Annotated[
+        float, Meta(description="Assumed cost of moving a job to other nodes, as time without progress", ge=0)
+    ] = 30.0
+    move_every_s: Annotated[
+        float, Meta(description="Least time between two moves or resizes of a job (gandiva)", ge=0)
+    ] = 600.0
+    idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows (gandiva)", ge=0)] = 60.0
+    measure_s: Annotated[
+        float,
+        Meta(description="A measuring window: a pack that does not pay is undone within three (gandiva)", gt=0),
+    ] = 20.0
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """The tables that the agent reads."""
+
+    agent: AgentTable = AgentTable()
+    expert: ExpertTable = ExpertTable()
 
     @property
     def host_name(self) -> str:
         """The configured host name, or this machine's short one."""
-        return self.host or socket.gethostname().split(".")[0]
+        return self.expert.host or socket.gethostname().split(".")[0]
+
+    @property
+    def runtime(self) -> Path:
+        """The directory of what lasts until the next boot."""
+        return Path(self.expert.socket).parent
 
     @property
     def questions(self) -> Path:
         """The socket at which the agent passes users' questions on to the service."""
-        return Path(self.socket).parent / "jobs.sock"
-
-
-class AgentFile(msgspec.Struct, frozen=True):
-    """The part of the configuration file that the agent reads."""
-
-    agent: AgentSettings = AgentSettings()
+        return self.runtime / "jobs.sock"
 
 
 def load_settings(path: Path) -> AgentSettings:
     """Return the settings in ``path``; raise ConfigError as :func:`cadenza.sidecar.config.load` does."""
-    others = tuple(section for section in SECTIONS if section != "agent")
-    return load(path, AgentFile, ignore=others).agent
+    return load(path, AgentSettings, ignore=tuple(set(SECTIONS) - {"agent", "expert"}))

@@ -16,8 +16,8 @@ from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.strict_mapping import read_toml
 
 DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
-SECTIONS = ("service", "guard", "sharing", "policy", "gandiva", "profiles", "agent")
-"""All sections of a file; each daemon reads its own and ignores the others."""
+SECTIONS = ("service", "guard", "sharing", "policy", "gandiva", "profiles", "agent", "expert")
+"""All sections of a file; each daemon reads its own and ``expert``, and ignores the others."""
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]

@@ -73,11 +73,11 @@ class Daemon:
     """One agent. ``privileged`` are the uids that may register and end jobs."""
 
     def __init__(self, settings: AgentSettings, version: str, privileged: frozenset[int] = frozenset({0})) -> None:
-        clock, state_dir = SystemClock(), Path(settings.state_dir)
+        clock, state_dir = SystemClock(), Path(settings.expert.state_dir)
         self._settings = settings
         keys = self._link_keys()  # an agent whose keys are wrong leaves nothing behind
         self._lock = _lock(state_dir)
-        self._file = LeaseFile(state_dir, boot_id(), Path(settings.socket).parent)
+        self._file = LeaseFile(state_dir, boot_id(), settings.runtime)
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
         channel = Channel(clock, state_dir / "driver.lock", self._watch_helper)
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,7 +93,7 @@ class Daemon:
         self._job_side = JobHandler(self.host, self._coordinator, self._arbiter, privileged, self._watch)
         self._tuner = Tuner(self.host, TuningFile(state_dir, boot_id()), topology.read())
         self._prefetcher = Prefetcher(self.host)
-        self._lanes = LaneKeeper(Path(settings.socket).parent / "lanes", clock)
+        self._lanes = LaneKeeper(settings.runtime / "lanes", clock)
         self._service_side = ServiceHandler(self.host, self._coordinator, self._tuner, self._prefetcher, self._lanes)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         self._reporter = Reporter(
@@ -114,7 +114,7 @@ class Daemon:
             "watching for early use": EarlyUse(self.host, self._gpu_watch).tick,
         }
         self._poller = zmq.Poller()
-        self._gpu_jobs = GpuJobFiles(Path(settings.socket).parent)
+        self._gpu_jobs = GpuJobFiles(settings.runtime)
         self._count: Callable[[Sequence[object]], object] = lambda _: None
         self._passed_s = clock.monotonic()
         """Monotonic time of the event loop's last pass."""
@@ -126,7 +126,7 @@ class Daemon:
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
         self._tuner.recover()
-        self._links = [Link(address, keys) for address in settings.service.split(",")] if keys else []
+        self._links = [Link(address, keys) for address in settings.agent.service.split(",")] if keys else []
         for one in self._links:
             self._poller.register(one.socket, zmq.POLLIN)
         self._relay = Relay(settings, clock, self._wake)
@@ -135,10 +135,10 @@ class Daemon:
                 self._relay.start()
         except OSError as error:
             log.warning("%s: %s; jobs here cannot ask the service", self._relay.path, error.strerror or error)
-        listener = Listener(Path(settings.socket))
-        link.link(link.LIBRARY, Path(settings.socket).parent)
+        listener = Listener(Path(settings.expert.socket))
+        link.link(link.LIBRARY, settings.runtime)
         self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
-        self._server = self._metrics_server(version) if settings.metrics else None
+        self._server = self._metrics_server(version) if settings.agent.metrics else None
 
     # --- start and end -------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Daemon:
         """
         saved = self._file.recover()
         self.host.facts = saved.facts or NO_FACTS
-        handovers = handover.read_all(Path(self._settings.socket).parent / "jobs")
+        handovers = handover.read_all(self._settings.runtime / "jobs")
         book = Book(self.host.name, saved.leases, handovers, steps(), self._gpu_watch.start, self.host.clock.now())
         book.rebuild()
         self.host.leases, self.host.taken = LeaseTable(book.leases), book.taken
@@ -163,10 +163,10 @@ class Daemon:
 
     def _link_keys(self) -> tuple[bytes, bytes, bytes] | None:
         """Return the keys of the link to the service; without a service or keys None, and turns are local."""
-        if not self._settings.service:
+        if not self._settings.agent.service:
             log.info("no service configured: jobs take turns locally")
             return None
-        return read_keys(Path(self._settings.keys), self._settings.host_name)
+        return read_keys(Path(self._settings.agent.keys), self._settings.host_name)
 
     def _metrics_server(self, version: str) -> MetricsServer | None:
         """Return the running server of ``/metrics``; None if it cannot be had, for jobs need none."""
@@ -175,7 +175,7 @@ class Daemon:
             from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
 
             self._count = AgentMetrics(registry, self.host, version, self._lanes.faults).messages
-            return MetricsServer(self._settings.metrics, "agent.metrics", registry, self.illness)
+            return MetricsServer(self._settings.agent.metrics, "agent.metrics", registry, self.illness)
         except ConfigError as error:
             log.error("no metrics: %s", error)  # noqa: TRY400 - the message is complete
             return None
@@ -190,7 +190,7 @@ class Daemon:
         previous = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         notify("READY=1")
-        log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.socket, len(self.host.leases))
+        log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.expert.socket, len(self.host.leases))
         try:
             alive_at = 0.0
             while not self._stop:

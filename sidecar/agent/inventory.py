@@ -57,9 +57,8 @@ def jobs_here(settings: AgentSettings) -> tuple[JobHere, ...]:
     """
     if os.geteuid() != 0:
         raise EnvironmentLacks("--jobs: only root sees all jobs of this host")
-    runtime = Path(settings.socket).parent
-    saved = LeaseFile(Path(settings.state_dir), boot_id(), runtime).read().leases
-    return inventory(steps(), handover.read_all(runtime / "jobs"), saved)
+    saved = LeaseFile(Path(settings.expert.state_dir), boot_id(), settings.runtime).read().leases
+    return inventory(steps(), handover.read_all(settings.runtime / "jobs"), saved)
 
 
 def node_of(step: Step) -> str:

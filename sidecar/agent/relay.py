@@ -87,10 +87,10 @@ class Relay(LocalSocket):
 
 def serve_relay(settings: AgentSettings) -> NoReturn:
     """Pass questions on until the process is ended; raise ConfigError or AgentError where that is not possible."""
-    keys = read_keys(Path(settings.keys), settings.host_name) if settings.service else None
+    keys = read_keys(Path(settings.agent.keys), settings.host_name) if settings.agent.service else None
     if keys is None:
         raise ConfigError("a relay needs [agent] service, and keys from `cadenza keygen` for this host")
-    links = [Link(address, keys) for address in settings.service.split(",")]
+    links = [Link(address, keys) for address in settings.agent.service.split(",")]
     bell = os.eventfd(0, os.EFD_CLOEXEC)
     relay = Relay(settings, SystemClock(), lambda: os.eventfd_write(bell, 1))
     try:

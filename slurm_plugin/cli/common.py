@@ -121,15 +121,16 @@ def store_or_socket(config: Path | None) -> StoreReader | Path:
     from cadenza.slurm_plugin.errors import StoreError  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
-    table = load_settings(config).service
+    settings = load_settings(config)
+    store, socket = settings.service.store, Path(settings.expert.jobs_socket)
     try:
         return open_store(config)
     except StoreError as error:
-        paths = Path(table.socket), load_agent(config or DEFAULT_PATH).questions
+        paths = socket, load_agent(config or DEFAULT_PATH).questions
         for path in paths:
             if path.exists():
                 return path
-        raise error if os.access(table.store, os.R_OK) else StoreError(f"{error}; {NOBODY.format(*paths)}") from None
+        raise error if os.access(store, os.R_OK) else StoreError(f"{error}; {NOBODY.format(*paths)}") from None
 
 
 def moment(text: str, now_s: float, option: str) -> float:

@@ -62,11 +62,18 @@ Reload: TypeAlias = Callable[[], Settings]
 NAP_S = 0.5
 """Longest time until a signal is noticed: its handler may only raise a flag."""
 SETTLE_HEARTBEATS = 3
+MAX_SPACING_S = 2.0
+"""Least time between rounds that news starts early, or half of ``poll_s``: a round's calls take slurmctld's time."""
+REPORT_DAYS = 90.0
+"""Time for which ``cadenza report --since`` keeps its sums, which are small: a quarter of a year."""
 RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
 TIDY_PERIOD_S, COLLECT_PERIOD_S, DAY_S = 60.0, 600.0, 86400.0
-FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket", "metrics")
-"""Keys of [service] that are read at the start only."""
+FIXED_KEYS = (
+    *(("service", key) for key in ("bind", "store", "keys", "gateway", "metrics")),
+    *(("expert", key) for key in ("jobs_socket", "watchdog_grace_s")),
+)
+"""Keys that are read at the start only."""
 UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"
 STOP_REASON = "cadenzad stops; your job goes on without it"
 
@@ -172,7 +179,7 @@ class Loop:
                 return
             if len(alive) > came or now_s == began_s:
                 came = len(alive)
-                patience_s = SETTLE_HEARTBEATS * self.settings.agent.heartbeat_s
+                patience_s = SETTLE_HEARTBEATS * self.settings.expert.heartbeat_s
                 until_s = min(now_s + patience_s, began_s + max(patience_s, self.settings.trust_s))
             if (left_s := until_s - now_s) <= 0:
                 return
@@ -351,7 +358,7 @@ class Loop:
         if rules.killed != self._killed:
             self._killed = rules.killed
             text = "is set: no action leaves" if rules.killed else "is gone: actions leave again"
-            log.warning("the kill switch %s %s", self.settings.guard.kill_switch, text)
+            log.warning("the kill switch %s %s", self.settings.expert.kill_switch, text)
         return rules
 
     def _decided(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
@@ -399,7 +406,7 @@ class Loop:
         failures = 0 if self._takes_over else self.failures  # until Slurm's own takeover is over, all of them fail
         self.pause_s = pause_s(self.settings.service.poll_s, load_s, failures, self._rng)
         due_s = began_s + self.pause_s
-        spacing_s = self.settings.service.min_round_spacing_s
+        spacing_s = min(MAX_SPACING_S, self.settings.service.poll_s / 2)
         prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))
         earliest_s = began_s + max(early_s(spacing_s, load_s, self.failures, prompt=prompt), 2 * self._round_s)
         leaving = jobs_in_transit(moves, self._clock.now())
@@ -420,7 +427,7 @@ class Loop:
         if now_s < self._tidy_s:
             return
         epoch_s, service = self._clock.now(), self.settings.service
-        report_days = max(service.report_days, service.retention_days)
+        report_days = max(REPORT_DAYS, service.retention_days)
         try:
             more = self._store.tidy(epoch_s - DAY_S * service.retention_days, epoch_s - DAY_S * report_days)
         except sqlite3.Error as error:
@@ -449,10 +456,10 @@ class Loop:
         try:
             self._hub.reload_keys()
             new = reload()
-            old = self.settings.service
-            changed = [name for name in FIXED_KEYS if getattr(old, name) != getattr(new.service, name)]
+            both = [(getattr(self.settings, table), getattr(new, table), table, key) for table, key in FIXED_KEYS]
+            changed = [f"[{table}] {key}" for old, its, table, key in both if getattr(old, key) != getattr(its, key)]
             if changed:
-                log.warning("[service] %s changed: takes effect at the next start", ", ".join(changed))
+                log.warning("%s changed: takes effect at the next start", ", ".join(changed))
             self._use(new)
             self._hub.settings = hub_settings(new)
             log.info("settings reloaded")

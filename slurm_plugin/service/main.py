@@ -91,10 +91,10 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         if isinstance(slurm, source_gateway.SlurmGateway):
             loop.standby_reason = Controllers(socket.gethostname()).standby_reason
         # 3. The watchdog, which releases our jobs if this process is killed.
-        watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
+        watchdog = Watchdog(Path(table.store), table.gateway, settings.expert.watchdog_grace_s)
         watchdog.start()
         # 4. The socket at which users read the record of their own jobs; agents ask for those of other machines.
-        owners = OwnerSocket(Path(table.socket), Path(table.store), clock)
+        owners = OwnerSocket(Path(settings.expert.jobs_socket), Path(table.store), clock)
         owners.start()
 
         def answer(asked: Ask, here: frozenset[str] | None) -> None:

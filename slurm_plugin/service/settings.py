@@ -1,6 +1,6 @@
 """The settings of the service: every key of cadenza.toml with its type, default, range and meaning.
 
-The tables of sharing, gandiva and guard are the options of the policies, which define them once.
+The tables of guard and sharing are options of the policies, which define them once; ``[expert]`` is the agent's, too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.guard import GuardOptions, GuardSettings
 from cadenza.policies.registry import KEEP_REQUESTS, Kind, entry
 from cadenza.policies.round import Decide
-from cadenza.policies.sharing.state.settings import (
-    GandivaOptions,
-    GandivaSettings,
-    SharingOptions,
-    SharingSettings,
-)
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingOptions, SharingSettings
+from cadenza.sidecar.agent_settings import AgentTable, ExpertTable, Text
 from cadenza.sidecar.bounds import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH, load
 from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
-Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 LaneCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LANES)]
 
 MISSED_ROUNDS = 4
@@ -52,9 +46,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
         Meta(description="observe: decide and record, change nothing; apply: act. Shipped: observe"),
     ] = "observe"
     poll_s: Annotated[float, Meta(description="Time between rounds; longer when Slurm answers slowly", ge=0.1)] = 15.0
-    min_round_spacing_s: Annotated[
-        float, Meta(description="Least time between rounds that an agent's news starts early", ge=0)
-    ] = 2.0
     bind: Annotated[str, Meta(description="Where the agents connect", pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$")] = (
         "tcp://*:6850"
     )
@@ -65,18 +56,12 @@ class ServiceTable(msgspec.Struct, frozen=True):
     retention_gb: Annotated[
         float, Meta(description="Size of the record from which its oldest rounds are deleted before their time", gt=0)
     ] = 10.0
-    report_days: Annotated[
-        float, Meta(description="Time for which cadenza report --since keeps its sums, at least retention_days", gt=0)
-    ] = 90.0
     keys: Annotated[
         Text,
         Meta(
             description="Directory of service.key_secret and the agents/HOST.key of all hosts (made by cadenza keygen)"
         ),
     ] = "/etc/cadenza/keys"
-    socket: Annotated[Text, Meta(description="Socket at which users read the record of their own jobs")] = (
-        "/run/cadenzad/jobs.sock"
-    )
     relays: Annotated[
         tuple[Text, ...],
         Meta(
@@ -105,10 +90,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
             description="Memory of each lane: split: a part of the host's; full: all of it, guarded by the host's agent"
         ),
     ] = "split"
-    watchdog_grace_s: Annotated[
-        float,
-        Meta(description="Time for a killed service to come back before its jobs are released", ge=0),
-    ] = 20.0
     gateway: Annotated[
         str,
         Meta(
@@ -117,15 +98,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
             pattern=r"^(auto|pyslurm|json|[\w.]+:[\w.]+)$",
         ),
     ] = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class GuardTable(GuardOptions):
-    """``[guard]``: limits on actions."""
-
-    kill_switch: Annotated[
-        Text, Meta(description="While this file exists no action leaves; read before each round")
-    ] = "/etc/cadenza/STOP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +136,6 @@ class PolicyTable(msgspec.Struct, frozen=True):
             "false: Slurm chooses"
         ),
     ] = False
-    level_points: Annotated[
-        float,
-        Meta(
-            description="Priority that the last level of attained GPU time costs a job that made way, as a part of the "
-            "sum of the site's PriorityWeights; the first level costs nothing (preemption)",
-            ge=0,
-            le=100,
-        ),
-    ] = SharingSettings().level_points
-    size_pending: Annotated[
-        bool,
-        Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),
-    ] = True
-    usage_half_life_s: Annotated[float, Meta(description="In this time past usage counts half (fairshare)", gt=0)] = (
-        7 * 86400.0
-    )
-    move_s: Annotated[
-        float, Meta(description="Assumed cost of moving a job to other nodes, as time without progress", ge=0)
-    ] = 30.0
-    horizon_s: Annotated[float, Meta(description="A move must gain more than it costs within this time", gt=0)] = 3600.0
     prefetch: Annotated[
         bool,
         Meta(description="Let a host that a job moves to read the job's files before the job stops"),
@@ -192,6 +144,21 @@ class PolicyTable(msgspec.Struct, frozen=True):
         frozenset[Annotated[str, Meta(pattern=r"^[\w.-]*=\d+(\.\d+)?$")]],
         Meta(description='Memory of each GPU by its type in Slurm, such as "a100=80"; "=80": of all others (packing)'),
     ] = frozenset()
+
+
+class GandivaTable(msgspec.Struct, frozen=True):
+    """``[gandiva]``: the parts of Gandiva that are on."""
+
+    pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
+    moves: Annotated[
+        bool,
+        Meta(
+            description="Move jobs to idle GPUs, away from crowded hosts, and together so that hosts become free for "
+            "large ones; with an allocation also to a host where CPUs or memory hold them back less (that also with "
+            "share = none, unless place)"
+        ),
+    ] = True
+    elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
 
 
 class ProfilesTable(msgspec.Struct, frozen=True):
@@ -210,12 +177,13 @@ class Settings(msgspec.Struct, frozen=True):
     """The whole file. The defaults observe only and manage no partition."""
 
     service: ServiceTable = ServiceTable()
-    guard: GuardTable = GuardTable()
+    guard: GuardOptions = GuardOptions()
     sharing: SharingTable = SharingTable()
     policy: PolicyTable = PolicyTable()
-    gandiva: GandivaOptions = GandivaOptions()
+    gandiva: GandivaTable = GandivaTable()
     profiles: ProfilesTable = ProfilesTable()
-    agent: AgentSettings = AgentSettings()
+    agent: AgentTable = AgentTable()
+    expert: ExpertTable = ExpertTable()
 
     @property
     def applies(self) -> bool:
@@ -260,8 +228,13 @@ def _wrong_names(settings: Settings) -> Iterator[tuple[tuple[str, str], str]]:
 
 def guard_settings(settings: Settings) -> GuardSettings:
     """Return the guard's settings; the kill switch is looked up now, so call it before each action."""
-    killed = _is_set(Path(settings.guard.kill_switch))
-    return GuardSettings(**_values(GuardOptions, settings.guard), enforce=settings.applies, killed=killed)
+    killed = _is_set(Path(settings.expert.kill_switch))
+    return GuardSettings(
+        **_values(GuardOptions, settings.guard),
+        min_run_s=settings.expert.min_run_s,
+        enforce=settings.applies,
+        killed=killed,
+    )
 
 
 def _is_set(switch: Path) -> bool:
@@ -280,11 +253,11 @@ def sharing_settings(settings: Settings) -> SharingSettings:
     return SharingSettings(
         **_values(SharingOptions, settings.sharing),
         enforce=settings.applies,
-        min_run_s=settings.guard.min_run_s,
-        lease_wait_s=settings.agent.lease_wait_s,
+        min_run_s=settings.expert.min_run_s,
+        lease_wait_s=settings.expert.lease_wait_s,
         unmanaged_wait_s=SPANK_WAIT_S / 3,
         place=settings.policy.place,
-        level_points=settings.policy.level_points,
+        level_points=settings.expert.level_points,
         partitions=settings.guard.partitions,
         floor=True,
     )
@@ -292,18 +265,25 @@ def sharing_settings(settings: Settings) -> SharingSettings:
 
 def policy_settings(settings: Settings) -> PolicySettings:
     """Return the settings of the policies that ``[policy]`` names."""
-    table = settings.policy
+    gandiva, expert = settings.gandiva, settings.expert
     return PolicySettings(
         partitions=settings.guard.partitions,
-        costs=Costs(move_s=table.move_s, horizon_s=table.horizon_s, round_s=settings.service.poll_s),
-        usage_half_life_s=table.usage_half_life_s,
+        costs=Costs(move_s=expert.move_s, round_s=settings.service.poll_s),
         sharing=sharing_settings(settings),
         gandiva=GandivaSettings(
-            **_values(GandivaOptions, settings.gandiva), move_s=table.move_s, horizon_s=table.horizon_s
+            pack=gandiva.pack,
+            elastic=gandiva.elastic,
+            migrate=gandiva.moves,
+            defrag=gandiva.moves,
+            relieve=gandiva.moves,
+            move_s=expert.move_s,
+            move_every_s=expert.move_every_s,
+            idle_s=expert.idle_s,
+            measure_s=expert.measure_s,
         ),
-        size_pending=table.size_pending,
+        size_pending=expert.size_pending,
         phased_moves=True,
-        prefetch=table.prefetch,
+        prefetch=settings.policy.prefetch,
     )
 
 
@@ -329,8 +309,8 @@ def hub_settings(settings: Settings) -> HubSettings:
     return HubSettings(
         settings.service.bind,
         Path(settings.service.keys),
-        settings.agent.heartbeat_s,
-        max(ALIVE_HEARTBEATS * settings.agent.heartbeat_s, MIN_ALIVE_S),
+        settings.expert.heartbeat_s,
+        max(ALIVE_HEARTBEATS * settings.expert.heartbeat_s, MIN_ALIVE_S),
         settings.sharing.yield_timeout_s,
         frozenset(settings.service.relays),
     )

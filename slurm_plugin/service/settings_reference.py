@@ -46,6 +46,6 @@ def _type(hint: Any) -> str:
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         return " | ".join(map(json.dumps, get_args(hint)))
-    if get_origin(hint) is frozenset:
+    if get_origin(hint) in (frozenset, tuple):
         return "list of strings"
     return {str: "string", float: "number", int: "integer", bool: "true | false"}.get(hint, str(hint))

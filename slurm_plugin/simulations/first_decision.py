@@ -22,12 +22,13 @@ from cadenza.policies.core.model import (
     Share,
     SiteRules,
 )
+from cadenza.policies.guard import GuardOptions
 from cadenza.policies.sharing.preemption.standing import checkpoint_name
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.history.cluster_nodes import Hosts
 from cadenza.slurm_plugin.history.queue_answer import QueueJob
 from cadenza.slurm_plugin.service.observe.enrichment import with_progress
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, policy
+from cadenza.slurm_plugin.service.settings import ServiceTable, Settings, policy
 
 HIDDEN_IDS = 2**62
 """Ids from which the jobs are numbered that stand for GPUs of jobs that this user may not see."""
@@ -36,7 +37,7 @@ HIDDEN_IDS = 2**62
 def shipped_settings(nodes: Sequence[Node]) -> Settings:
     """Return the settings as they ship, with the service acting on all partitions of the nodes."""
     partitions = frozenset(name for node in nodes for name in node.partitions)
-    return Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=partitions))
+    return Settings(service=ServiceTable(mode="apply"), guard=GuardOptions(partitions=partitions))
 
 
 def site_of(config: Mapping[str, str]) -> SiteRules:

@@ -292,8 +292,8 @@ def service_settings(names: Names, setup: Setup, partitions: Collection[str] = (
                 "allocate": names.allocate,
                 "share": names.share,
                 "place": names.place,
-                "move_s": setup.costs.migrate_s,
             },
+            "expert": {"move_s": setup.costs.migrate_s},
         },
         Settings,
     )

@@ -154,7 +154,7 @@ def kill_switch(last: Round | None) -> tuple[str, ...]:
     """Return a sentence if the kill switch of the last round's settings is set, as far as this user can see."""
     if last is None or not last.settings:
         return ()
-    switch = from_record(last.settings).guard.kill_switch
+    switch = from_record(last.settings).expert.kill_switch
     return (f"{STOPPED}, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
 
 

@@ -19,6 +19,7 @@ from registered_job import DEFAULTS, registered
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.driver import trial_record
+from cadenza.sidecar.agent_settings import ExpertTable
 
 STUB_DRIVER = "580.65.06"
 RANK = Path(__file__).with_name("scripted_rank.py")
@@ -113,8 +114,11 @@ class Agent:
         self.config = directory / "cadenza.toml"
         known = {"socket": str(self.socket), "state_dir": str(self.state), "keys": str(directory / "keys")}
         values = {**known, "host": "n1", "heartbeat_s": 0.2, **settings}
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-        self.config.write_text("\n".join(["[agent]", *lines, "", "[service]", "poll_s = 1", ""]))
+        expert = ExpertTable.__struct_fields__
+        lines = [
+            f"{'expert' if key in expert else 'agent'}.{key} = {json.dumps(value)}" for key, value in values.items()
+        ]
+        self.config.write_text("\n".join([*lines, "", "[service]", "poll_s = 1", ""]))
         self.program = ["-m", "cadenza.sidecar.agent"]
         self.process: subprocess.Popen[bytes] | None = None
         self._children: list[Child] = []

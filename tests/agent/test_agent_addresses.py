@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.sidecar.agent.addresses import link
 from cadenza.sidecar.agent.daemon import Daemon
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable
 
 
 def test_an_agent_links_its_packages_library_beside_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,9 @@ def test_an_agent_links_its_packages_library_beside_its_socket(tmp_path: Path, m
     monkeypatch.setattr(link, "LIBRARY", library)
     library.parent.mkdir()
     library.touch()
-    settings = AgentSettings(host="n1", socket=str(run / "agent.sock"), state_dir=str(tmp_path / "state"))
+    settings = AgentSettings(
+        expert=ExpertTable(host="n1", socket=str(run / "agent.sock"), state_dir=str(tmp_path / "state"))
+    )
     (tmp_path / "state").mkdir()
     Daemon(settings, "1").close()
     assert (run / library.name).readlink() == library

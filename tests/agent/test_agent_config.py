@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent
 
-from cadenza.sidecar.agent_settings import AgentSettings, load_settings
+from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable, load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, read
 
 
@@ -23,34 +23,35 @@ def write(directory: Path, text: str, name: str = "cadenza.toml") -> Path:
 
 
 def test_defaults_need_no_file() -> None:
-    assert AgentSettings().service_timeout_s == 30
-    assert AgentSettings(host="n7").host_name == "n7"
+    assert AgentSettings().expert.service_timeout_s == 30
+    assert AgentSettings(expert=ExpertTable(host="n7")).host_name == "n7"
 
 
 def test_conf_d_wins_in_name_order_key_by_key(tmp_path: Path) -> None:
-    main = write(tmp_path, '[agent]\nservice = "tcp://ctl:6820"\nheartbeat_s = 1\nlease_wait_s = 5\n')
-    write(tmp_path, "[agent]\nheartbeat_s = 2\nlease_wait_s = 6\n", "conf.d/10-a.toml")
-    write(tmp_path, "[agent]\nheartbeat_s = 3\n", "conf.d/20-b.toml")
+    main = write(tmp_path, '[agent]\nservice = "tcp://ctl:6820"\n[expert]\nheartbeat_s = 1\nlease_wait_s = 5\n')
+    write(tmp_path, "[expert]\nheartbeat_s = 2\nlease_wait_s = 6\n", "conf.d/10-a.toml")
+    write(tmp_path, "[expert]\nheartbeat_s = 3\n", "conf.d/20-b.toml")
     settings = load_settings(main)
-    assert (settings.service, settings.heartbeat_s, settings.lease_wait_s) == ("tcp://ctl:6820", 3.0, 6.0)
+    expert = settings.expert
+    assert (settings.agent.service, expert.heartbeat_s, expert.lease_wait_s) == ("tcp://ctl:6820", 3.0, 6.0)
     _, origin = read(main)
-    assert origin["agent", "lease_wait_s"].name == "10-a.toml"
+    assert origin["expert", "lease_wait_s"].name == "10-a.toml"
 
 
 def test_the_services_sections_are_left_alone(tmp_path: Path) -> None:
-    main = write(tmp_path, '[service]\nnonsense = 1\n[guard]\n[sharing]\nslice_s = "x"\n[agent]\nhost = "n1"\n')
-    assert load_settings(main).host == "n1"
+    main = write(tmp_path, '[service]\nnonsense = 1\n[guard]\n[sharing]\nslice_s = "x"\n[expert]\nhost = "n1"\n')
+    assert load_settings(main).host_name == "n1"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[agent]\nheartbeats = 2\n", "unknown key agent.heartbeats; did you mean heartbeat_s?"),
+        ("[expert]\nheartbeats = 2\n", "unknown key expert.heartbeats; did you mean heartbeat_s?"),
         ("[agnet]\n", "unknown section [agnet]; did you mean agent?"),
-        ("host = 1\n", "unknown key host; known here: agent, gandiva, guard, policy, profiles, service"),
-        ('[agent]\nheartbeat_s = "2"\n', "agent.heartbeat_s: expected `float`, got `str`"),
-        ("[agent]\nheartbeat_s = 0\n", "agent.heartbeat_s: expected `float` > 0"),
-        ("[agent]\nsocket = 3\n", "agent.socket: expected `str`, got `int`"),
+        ("host = 1\n", "unknown key host; known here: agent, expert, gandiva, guard, policy, profiles, service"),
+        ('[expert]\nheartbeat_s = "2"\n', "expert.heartbeat_s: expected `float`, got `str`"),
+        ("[expert]\nheartbeat_s = 0\n", "expert.heartbeat_s: expected `float` > 0"),
+        ("[expert]\nsocket = 3\n", "expert.socket: expected `str`, got `int`"),
         ('[agent]\nservice = "ctl"\n', "agent.service: expected `str` matching regex"),
         ("agent = 3\n", "agent: expected `object`, got `int`"),
         ("[agent\n", "not TOML"),
@@ -75,7 +76,7 @@ def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
 
 
-DEFAULTS = (DEFAULT_PATH, Path(AgentSettings().state_dir), Path(AgentSettings().socket).parent)
+DEFAULTS = (DEFAULT_PATH, Path(ExpertTable().state_dir), AgentSettings().runtime)
 
 
 @pytest.mark.skipif(any(path.exists() for path in DEFAULTS), reason="Cadenza is installed on this machine")
@@ -87,17 +88,18 @@ def test_an_agent_without_settings_ends_with_2_and_leaves_nothing_behind() -> No
 
 
 def test_bad_settings_end_with_2(tmp_path: Path) -> None:
-    run = agent("--config", str(write(tmp_path, "[agent]\nhots = 3\n")))
+    run = agent("--config", str(write(tmp_path, "[expert]\nhots = 3\n")))
     assert run.returncode == 2
-    assert run.stderr == f"cadenza-agent: {tmp_path}/cadenza.toml:2: unknown key agent.hots; did you mean host?\n"
+    assert run.stderr == f"cadenza-agent: {tmp_path}/cadenza.toml:2: unknown key expert.hots; did you mean host?\n"
 
 
 def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     for name in ("agents/n1.key_secret", "service.key"):
         write(tmp_path, "metadata\n", name)
-    text = f'[agent]\nhost = "n1"\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}/state"\n'
-    run = agent("--config", str(write(tmp_path, text + f'socket = "{tmp_path}/run/s"\n')))
+    text = f'[agent]\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\n[expert]\nhost = "n1"\n'
+    text += f'state_dir = "{tmp_path}/state"\nsocket = "{tmp_path}/run/s"\n'
+    run = agent("--config", str(write(tmp_path, text)))
     assert run.returncode == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agents", "cadenza.toml", "service.key"]
     assert "agents/n1.key_secret: not a CURVE certificate" in run.stderr
@@ -105,7 +107,7 @@ def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:
 
 def test_a_socket_that_cannot_be_made_ends_with_3(tmp_path: Path) -> None:
     write(tmp_path, "", "file")
-    text = f'[agent]\nstate_dir = "{tmp_path}"\nsocket = "{tmp_path}/file/s"\n'
+    text = f'[expert]\nstate_dir = "{tmp_path}"\nsocket = "{tmp_path}/file/s"\n'
     run = agent("--config", str(write(tmp_path, text)))
     assert run.returncode == 3
     assert f"socket {tmp_path}/file/s" in run.stderr

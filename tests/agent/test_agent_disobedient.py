@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent
 from host_rig import HostInMemory
-from msgspec import structs
 from test_agent_hostile import told_by_pid
 from test_agent_turns import facts, never_together
 
@@ -17,6 +16,7 @@ from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.jobs.stop_states import MIN_OFFLOAD_S
 from cadenza.sidecar.agent.turns.arbiter import FACT_S
 from cadenza.sidecar.agent.turns.coordinator import RETRIES_S
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 TIMEOUT_S = 30.0
 
@@ -144,7 +144,7 @@ def test_the_service_gives_a_job_of_several_hosts_its_first_lease(rig: HostInMem
 
     def states(*changes: Callable[[], object]) -> list[str]:
         rig.begin_anew()
-        rig.host.settings = structs.replace(rig.host.settings, service="tcp://ctl:1")
+        rig.host.settings = AgentSettings(AgentTable(service="tcp://ctl:1"))
         rig.host.heard_at = rig.time.monotonic()
         rig.register(2, [1], hosts=2)
         found = []

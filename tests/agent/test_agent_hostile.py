@@ -27,7 +27,7 @@ from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable
 
 TEXTS = st.sampled_from(
     ["", "ok", "\ud800", "\udfff", "\x00", "a\nb", "\x1b]0;x\x07", "\u202e", "\u2028", "x" * 5000, "é", "[/]"]
@@ -216,7 +216,7 @@ def test_a_fault_of_the_agent_in_a_packet_costs_the_connection(
         raise OverflowError(packet.decode())
 
     places = {"socket": str(tmp_path / "agent.sock"), "state_dir": str(tmp_path / "state")}
-    daemon = Daemon(AgentSettings(host="n1", **places), "1")
+    daemon = Daemon(AgentSettings(expert=ExpertTable(host="n1", **places)), "1")
     try:
         monkeypatch.setattr(daemon._job_side, "handle", fails)
         for _ in range(2):

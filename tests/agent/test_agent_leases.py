@@ -17,7 +17,7 @@ from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process
 from cadenza.sidecar.agent.state_files import LeaseFile, TuningFile
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable
 
 FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
 
@@ -253,7 +253,8 @@ def test_an_agent_starts_without_the_files_that_it_cannot_read(tmp_path: Path, c
     assert (tmp_path / "tuning.unreadable").read_bytes() == content
     for name in ("leases.json", "tuning.json"):
         (tmp_path / name).write_bytes(content)
-    daemon = Daemon(AgentSettings(host="n1", socket=str(tmp_path / "agent.sock"), state_dir=str(tmp_path)), "1")
+    own = ExpertTable(host="n1", socket=str(tmp_path / "agent.sock"), state_dir=str(tmp_path))
+    daemon = Daemon(AgentSettings(expert=own), "1")
     daemon.close()
 
 

@@ -39,9 +39,7 @@ GANDIVA = """
 [policy]
 share = "gandiva"
 [gandiva]
-measure_s = 0.2
-migrate = false
-defrag = false
+moves = false
 elastic = false
 """
 GIB = 1 << 30
@@ -428,7 +426,7 @@ def test_jobs_that_leave_their_gpu_idle_by_nvml_run_at_once_where_their_memory_f
     service.wait_for(orders.Report)
     service.facts()
     (tmp_path / "service").mkdir()
-    chosen = load_settings(rig.write_config(tmp_path / "service", GANDIVA))
+    chosen = load_settings(rig.write_config(tmp_path / "service", GANDIVA, measure_s=0.2))
     jobs, memory = [agent.rank(1, "--gpus", "[0]")], Memory()
     jobs[0].wait_for("run")
     jobs.append(agent.rank(2, "--gpus", "[0]"))

@@ -33,6 +33,7 @@ from cadenza.sidecar.agent.turns.memory_guard import (
     refusal_reason,
     way_out,
 )
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 MB = 1 << 20
 HOST_MB = 1000
@@ -157,7 +158,7 @@ class GuardedHost(HostInMemory):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.host.settings = msgspec.structs.replace(self.host.settings, service="tcp://ctl:6850")
+        self.host.settings = AgentSettings(AgentTable(service="tcp://ctl:6850"))
         self.host.look = lambda _: self.shown
         self.shown, self.left_mb, self.used_mb = "running", HOST_MB, dict[int, int]()
         self.guard = MemoryGuard(
@@ -275,7 +276,7 @@ def test_a_job_keeps_its_place_while_it_waits_for_memory_and_then_waits_for_its_
     rig: GuardedHost, *, asks: bool
 ) -> None:
     rig.job(1, [0])
-    limit_s = rig.host.settings.lease_wait_s
+    limit_s = rig.host.settings.expert.lease_wait_s
     waiter = rig.session(ROOT)
     start = {"uid": USER, "user": "u", "node": "n1", "managed": True, "hosts": 1, "gpus": [1], "late": asks}
     rig.jobs.handle(waiter, wire.encode("start", job=2, **start))
@@ -304,7 +305,7 @@ def test_a_job_of_several_hosts_gives_its_place_up_because_two_may_wait_for_each
     start = {"uid": USER, "user": "u", "node": "n1", "managed": True, "hosts": 2, "gpus": [1]}
     rig.jobs.handle(waiter, wire.encode("start", job=2, **start))
     rig.learn(1, 2, hosts=2)
-    rig.run_once(rig.host.settings.lease_wait_s + 1)
+    rig.run_once(rig.host.settings.expert.lease_wait_s + 1)
     rig.jobs.reply_to_waiters()
     rig.host.outbox.flush()
     assert rig.said(waiter)[-1]["state"] == "giveup"
@@ -375,7 +376,7 @@ def test_a_job_that_has_left_counts_no_more_once_the_service_is_silent(rig: Guar
     rig.run_once()
     rig.run_once()
     assert rig.of(2).state == "waiting", "as far as the facts say, job 1 may be here"
-    rig.run_once(rig.host.settings.service_timeout_s)
+    rig.run_once(rig.host.settings.expert.service_timeout_s)
     rig.run_once()
     assert rig.of(2).state == "held"
 
@@ -445,11 +446,11 @@ def the_next_job_waits(rig: GuardedHost) -> None:
 
 @pytest.mark.parametrize("answer", [{"error": "no space"}, {"bytes": 100}])
 def test_a_state_that_is_on_disk_or_found_none_is_no_way_out_for_the_next_job(
-    rig: GuardedHost, answer: dict[str, object]
+    rig: GuardedHost, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = over_committed(rig, spills=True)
     rig.learn(1, 2, requeueable=False)
-    rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
+    monkeypatch.setattr(memory_guard, "MEMORY_MARGIN", 1.0)
     rig.left_mb = 99
     rig.run_once()
     rig.jobs.handle(session, wire.encode("spilled", order=1, **answer))
@@ -458,11 +459,11 @@ def test_a_state_that_is_on_disk_or_found_none_is_no_way_out_for_the_next_job(
 
 @pytest.mark.parametrize("left_mb", [50, 299])
 def test_a_job_whose_memory_stays_where_it_says_that_its_state_is_on_disk_is_no_way_out_from_then_on(
-    rig: GuardedHost, left_mb: int
+    rig: GuardedHost, left_mb: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's own measure decides: a job that freed its memory counts again after its next turn."""
     session = over_committed(rig, spills=True)
-    rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
+    monkeypatch.setattr(memory_guard, "MEMORY_MARGIN", 1.0)
     rig.left_mb = 99
     rig.run_once()
     rig.jobs.handle(session, wire.encode("spilled", order=1, bytes=100 * MB))
@@ -479,10 +480,12 @@ def test_a_job_whose_memory_stays_where_it_says_that_its_state_is_on_disk_is_no_
         assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
 
 
-def test_a_job_that_was_told_to_leave_and_has_not_answered_is_no_way_out_for_the_next_one(rig: GuardedHost) -> None:
+def test_a_job_that_was_told_to_leave_and_has_not_answered_is_no_way_out_for_the_next_one(
+    rig: GuardedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     over_committed(rig, spills=True)
     rig.learn(1, 2, requeueable=True)
-    rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
+    monkeypatch.setattr(memory_guard, "MEMORY_MARGIN", 1.0)
     rig.left_mb = 99
     rig.run_once()
     the_next_job_waits(rig)

@@ -34,7 +34,7 @@ from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuMemory
 from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, LEAVE_S, StopCoordinator
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 NOBODY = 65534
 
@@ -224,7 +224,10 @@ class Seen:
         self.time = Time()
         self.states: dict[int, slurm_steps.Shown] = {}
         self.host = Host(
-            AgentSettings(service=service), self.time, "n1", look=lambda lease: self.states.get(lease.job, "running")
+            AgentSettings(AgentTable(service=service)),
+            self.time,
+            "n1",
+            look=lambda lease: self.states.get(lease.job, "running"),
         )
         channel = Channel(self.time, Path("lock"), lambda *_: None)
         coordinator = StopCoordinator(self.host, lambda: 1 << 40, DriverController(self.host, lambda: 0, channel))
@@ -265,7 +268,7 @@ def test_of_a_job_that_the_last_facts_call_suspended_the_processes_are_looked_at
     seen.states[1] = shown
     seen.after(1.0)
     assert lease.state == "waiting", "the service is there and has not resumed it"
-    seen.after(seen.host.settings.service_timeout_s + 1)
+    seen.after(seen.host.settings.expert.service_timeout_s + 1)
     assert lease.state == state
 
 
@@ -284,7 +287,7 @@ def test_processes_that_contradict_slurm_are_reported_once_that_lasts(
     seen.facts(j1=not suspended)
     assert seen.host.lease_report(lease).amiss == ""
     seen.facts(j1=suspended)
-    seen.time.passed += seen.host.settings.service_timeout_s + 1
+    seen.time.passed += seen.host.settings.expert.service_timeout_s + 1
     assert seen.host.lease_report(lease).amiss == "", "old facts are no word of Slurm's"
 
 
@@ -355,7 +358,7 @@ def test_what_stands_for_a_suspend(way: str) -> None:
     seen.states = {1: "gone" if way == "gone" else "running", 2: "running"}
     seen.host.run(following.key).preferred_until = 1e9
     seen.arbiter.watched = lambda _: way == "driver"
-    seen.after(seen.host.settings.service_timeout_s + 1 if way == "silent" else 1.0)
+    seen.after(seen.host.settings.expert.service_timeout_s + 1 if way == "silent" else 1.0)
     assert following.state == "held"
 
 
@@ -591,7 +594,7 @@ def test_a_job_saves_a_checkpoint_when_it_yields_if_its_last_one_is_old(
     leaving: tuple[Seen, Driver, Lease, Lease],
 ) -> None:
     seen, driver, job, following = leaving
-    seen.host.settings = msgspec.structs.replace(seen.host.settings, save_before_suspend_s=60.0)
+    seen.host.settings = AgentSettings(AgentTable(save_before_suspend_s=60.0))
     coordinator, run = seen.arbiter.coordinator, seen.host.run(job.key)
     (rank,) = run.ranks.values()
     rank.page._words[wire.PAGE_SAVES], rank.page._words[wire.PAGE_STEP] = wire.SAVES_AWAY, 4
@@ -630,5 +633,5 @@ def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() 
     assert absent_after(STEPS_LOOK_S) == []
     here.clear()
     assert absent_after(STEPS_LOOK_S) == []
-    seen.time.passed += ABSENT_S + seen.host.settings.service_timeout_s + 1
+    seen.time.passed += ABSENT_S + seen.host.settings.expert.service_timeout_s + 1
     assert seen.host.absent() == (), "old facts are no word of Slurm's"

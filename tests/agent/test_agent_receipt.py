@@ -14,6 +14,7 @@ from host_rig import HostInMemory
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.ipc import mounts
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 KEPT = orders.Receipt(restart=1, step=30, paths=("/kept/step-00000030",), left_s=1000.0)
 
@@ -66,7 +67,7 @@ class MovedJob(HostInMemory):
 @pytest.fixture
 def moved(tmp_path: Path) -> Iterator[MovedJob]:
     rig = MovedJob(tmp_path)
-    rig.host.settings = msgspec.structs.replace(rig.host.settings, service="tcp://service:6850")
+    rig.host.settings = AgentSettings(AgentTable(service="tcp://service:6850"))
     yield rig
     rig.close()
 

@@ -21,7 +21,7 @@ from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.agent.telemetry import record_writer, records
 from cadenza.sidecar.agent.telemetry.record_writer import RecordRefusedError, append, open_directory, open_file
 from cadenza.sidecar.agent.telemetry.records import Owner, Records, owner_of, user_directory
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable, ExpertTable
 from cadenza.sidecar.orders import JobTelemetry
 
 USER = 4242 if os.geteuid() == 0 else os.geteuid()
@@ -111,9 +111,14 @@ def new_job() -> Iterator[Callable[..., Job]]:
         job.end()
 
 
-def written(job: Job, file: Path, **settings: Any) -> os.stat_result:
+def kept(records: str = "request", state: Path = Path("/none")) -> AgentSettings:
+    """Return settings that keep the records of all jobs below ``state``, or of those that ask."""
+    return AgentSettings(AgentTable(records=records), ExpertTable(host="n1", state_dir=str(state)))
+
+
+def written(job: Job, file: Path, settings: AgentSettings) -> os.stat_result:
     """Have one row written and return the file's status."""
-    taken = Records(AgentSettings(host="n1", **settings))
+    taken = Records(settings)
     until(lambda: owner_of(job.process.pid).uid == USER, "the job's process to be the user's")
     taken.write(job.lease, 1.5, 3, JobTelemetry(window_s=5.0, iterations=2))
     taken.close()
@@ -128,13 +133,13 @@ def test_a_users_records_are_written_as_the_user(new_job: Callable[..., Job], pl
     home = place / "home"
     home.mkdir(mode=0o700)
     os.chown(home, USER, owner_gid())
-    status = written(new_job(CADENZA_RECORDS=str(home)), home / "5.1.n1.jsonl")
+    status = written(new_job(CADENZA_RECORDS=str(home)), home / "5.1.n1.jsonl", kept())
     assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (USER, owner_gid(), 0o600)
 
 
 def test_every_job_is_recorded_where_the_admin_says_so(new_job: Callable[..., Job], place: Path) -> None:
-    base = place / "all"
-    status = written(new_job(), base / str(USER) / "5.1.n1.jsonl", records="jsonl", records_dir=str(base))
+    base = place / "records"
+    status = written(new_job(), base / str(USER) / "5.1.n1.jsonl", kept("jsonl", place))
     assert (status.st_uid, base.stat().st_uid) == (USER, os.geteuid())
     assert stat.S_IMODE((base / str(USER)).stat().st_mode) == 0o700
 
@@ -143,7 +148,7 @@ def test_root_does_not_lend_its_rights(new_job: Callable[..., Job], place: Path)
     (place / "roots").mkdir()
     (place / "roots").chmod(0)
     job = new_job(CADENZA_RECORDS=str(place / "roots" / "deeper"))
-    taken = Records(AgentSettings(host="n1"))
+    taken = Records(kept())
     until(lambda: owner_of(job.process.pid).uid == USER, "the job's process to be the user's")
     taken.write(job.lease, 1.5, 3, JobTelemetry(window_s=5.0))
     taken.close()
@@ -153,16 +158,16 @@ def test_root_does_not_lend_its_rights(new_job: Callable[..., Job], place: Path)
 
 @pytest.mark.parametrize("records", ["off", "request"])
 def test_who_does_not_ask_is_not_recorded(tmp_path: Path, records: str) -> None:
-    taken = Records(AgentSettings(host="n1", records=records, records_dir=str(tmp_path / "all")))
+    taken = Records(kept(records, tmp_path))
     lease = Lease(5, 0, os.getuid(), (), 0.0)
     lease.processes = (Process(os.getpid(), 1),)
     taken.write(lease, 1.5, 3, JobTelemetry(window_s=5.0))
     taken.close()
-    assert not (tmp_path / "all").exists()
+    assert not (tmp_path / "records").exists()
 
 
 def test_a_recorder_that_is_stuck_loses_rows_and_holds_nobody_up(tmp_path: Path) -> None:
-    taken = Records(AgentSettings(host="n1", records="jsonl", records_dir=str(tmp_path / "all")))
+    taken = Records(kept("jsonl", tmp_path))
     lease = Lease(5, 0, os.getuid(), (), 0.0)
     lease.processes = (Process(os.getpid(), 1),)
     taken.write(lease, 0.0, 0, JobTelemetry(window_s=5.0))
@@ -173,7 +178,7 @@ def test_a_recorder_that_is_stuck_loses_rows_and_holds_nobody_up(tmp_path: Path)
         taken.write(lease, 0.0, number, JobTelemetry(window_s=5.0))
     recorder_process.send_signal(signal.SIGCONT)
     taken.close()
-    steps = [row["step"] for row in rows(tmp_path / "all" / str(os.getuid()) / "5.n1.jsonl")]
+    steps = [row["step"] for row in rows(tmp_path / "records" / str(os.getuid()) / "5.n1.jsonl")]
     assert 100 < len(steps) < 2000
     assert steps == sorted(steps)
 
@@ -184,12 +189,12 @@ def test_a_process_whose_memory_does_not_answer_holds_nobody_up(
     """As with an environment in a file of the user's own file system (FUSE)."""
     answers, real = threading.Event(), owner_of
     monkeypatch.setattr(records, "owner_of", lambda pid: real(os.getpid()) if pid == 2 or answers.wait(60) else None)
-    taken = Records(AgentSettings(host="n1", records="jsonl", records_dir=str(tmp_path / "all")))
+    taken = Records(kept("jsonl", tmp_path))
     hangs, good = (Lease(job, 0, os.getuid(), (), 0.0, processes=(Process(job, 1),)) for job in (1, 2))
     for number in range(20):
         for lease in (hangs, good):
             taken.write(lease, 0.0, number, JobTelemetry(window_s=5.0))
-    file = tmp_path / "all" / str(os.getuid()) / "1.n1.jsonl"
+    file = tmp_path / "records" / str(os.getuid()) / "1.n1.jsonl"
     assert not file.exists()
     assert sum(one.name == "cadenza-records" for one in threading.enumerate()) == 1, "one waits for each such job"
     answers.set()

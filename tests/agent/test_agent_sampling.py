@@ -28,7 +28,7 @@ from cadenza.sidecar.agent.telemetry.collector import Collector, Stretch, joined
 from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuFinder, GpuMemory, GpuUse, ProcessUse, nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler, Target, Usage
-from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 from cadenza.sidecar.clock import SystemClock
 
 BUSY = Path(__file__).with_name("busy_job.py")
@@ -294,7 +294,7 @@ class Moving:
 
 
 def collector(*devices: Any) -> tuple[Collector, Moving]:
-    settings = AgentSettings(records="off")
+    settings = AgentSettings(AgentTable(records="off"))
     clock = Moving()
     host = Host(settings, clock, "n1")
     lease = Lease(KEY.id, KEY.restart, os.getuid(), (0,), 0.0)

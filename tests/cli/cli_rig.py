@@ -66,8 +66,9 @@ def write_config(folder: Path, more: str = "") -> Path:
     """Write a configuration file whose store, keys and gateway are the test's."""
     path = folder / "cadenza.toml"
     path.write_text(
+        f'expert.kill_switch = "{folder}/STOP"\n'
         f'[service]\nstore = "{folder}/cadenza.db"\nkeys = "{folder}/keys"\ngateway = "cli_rig:connect"\n'
-        f'{more}\n[guard]\npartitions = ["gpu"]\nkill_switch = "{folder}/STOP"\n'
+        f'{more}\n[guard]\npartitions = ["gpu"]\n'
     )
     return path
 

@@ -138,7 +138,8 @@ def test_the_command_reads_a_node_through_nvml_and_tries_its_driver(tmp_path: Pa
     for folder in (stub / "gpu", stub / "state", stub / "fail", state):
         folder.mkdir(parents=True)
     command = [sys.executable, "-m", "cadenza.slurm_plugin.cli", "doctor", "--gpu", "--json", "--python", "/none"]
-    config = write_config(tmp_path, f'[agent]\nstate_dir = "{state}"\ndriver_checkpoint = "unattached"\n')
+    config = write_config(tmp_path, '[agent]\ndriver_checkpoint = "unattached"\n')
+    config.write_text(f'expert.state_dir = "{state}"\n{config.read_text()}')
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "CUDA_STUB": str(stub)}
 
     def seen() -> tuple[int, dict[str, dict[str, str]]]:

@@ -186,7 +186,7 @@ def test_a_user_gets_the_report_on_their_own_jobs_from_the_service(
 ) -> None:
     server = OwnerSocket(tmp_path / "jobs.sock", tmp_path / "cadenza.db", SystemClock())
     server.start()
-    words = f'[service]\nstore = "{tmp_path}/closed.db"\nsocket = "{tmp_path}/jobs.sock"\n'
+    words = f'[service]\nstore = "{tmp_path}/closed.db"\n[expert]\njobs_socket = "{tmp_path}/jobs.sock"\n'
     (tmp_path / "users.toml").write_text(words)
     try:
         for viewer, users in ((Viewer("eve"), {"eve"}), (Viewer("zoe", everything=True), {"ada", "eve"})):

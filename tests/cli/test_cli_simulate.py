@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import ENTRIES
 from cadenza.policies.simulator.result_file import decode
 from cadenza.policies.simulator.run_values import GUARD
@@ -266,8 +267,8 @@ def test_without_options_the_service_as_it_ships_is_simulated() -> None:
     assert not plain.setup.place
     assert plain.setup.phased_moves
     assert plain.setup.lanes == 1
-    assert plain.setup.guard.min_run_s == shipped.guard.min_run_s
-    assert plain.setup.guard.max_actions_per_round == shipped.guard.max_actions_per_round
+    assert plain.setup.guard.min_run_s == shipped.expert.min_run_s
+    assert plain.setup.guard.max_actions_per_round == GuardSettings().max_actions_per_round
 
 
 def test_options_named_as_settings_change_those() -> None:

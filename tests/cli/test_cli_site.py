@@ -152,7 +152,7 @@ def test_all_errors_of_the_files_are_named_at_once_with_the_values_that_are_allo
     path = tmp_path / "cadenza.toml"
     path.write_text(
         '[service]\nmode = "aply"\npoll_s = "x"\nstroe = 1\n[policy]\norder = "strf"\n[guard]\npartitions = ["a", 3]\n'
-        '[agent]\nsocket = "a\\nb"\ndriver_checkpoint = 3\n[nonsense]\n'
+        '[agent]\nkeys = "a\\nb"\ndriver_checkpoint = 3\n[nonsense]\n'
     )
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "10.toml").write_text("[sharing]\nslice_s = -1\n")
@@ -165,7 +165,7 @@ def test_all_errors_of_the_files_are_named_at_once_with_the_values_that_are_allo
         "cadenza.toml:4: unknown key service.stroe; did you mean store?",
         "cadenza.toml:6: policy.order: no ordering is called 'strf'; did you mean 'srtf'?",
         "cadenza.toml:8: guard.partitions: expected `str`, got `int`",
-        "cadenza.toml:10: agent.socket: 'a b' is not one printable line",
+        "cadenza.toml:10: agent.keys: 'a b' is not one printable line",
         "cadenza.toml:11: agent.driver_checkpoint: expected one of off, unattached, always",
         f"cadenza.toml:12: unknown section [nonsense]; known here: {', '.join(sorted(SECTIONS))}",
         "conf.d/10.toml:2: sharing.slice_s: expected `float` > 0.0",
@@ -190,6 +190,7 @@ def test_show_config_is_a_configuration_with_origins(tmp_path: Path) -> None:
     assert rows["sharing", "slice_s"]["origin"].endswith("10-site.toml")
     assert rows["sharing", "suspend"]["origin"] == "default"
     assert all(row["meaning"] for row in rows.values())
+    assert list(shown["expert"]) == ["kill_switch"], "of [expert] only what is set"
 
 
 # --- doctor ----------------------------------------------------------------------------------------------
@@ -582,7 +583,7 @@ def test_doctor_does_not_miss_rounds_of_a_service_in_standby(tmp_path: Path) -> 
         assert [one.level for one in found if one.about == "service"] == [level]
 
 
-OWN = 'bind = "tcp://*:6851"\nsocket = "/run/cadenzad-b/jobs.sock"\n'
+OWN = 'bind = "tcp://*:6851"\n[expert]\njobs_socket = "/run/cadenzad-b/jobs.sock"\n'
 
 
 @pytest.mark.parametrize(
@@ -591,7 +592,7 @@ OWN = 'bind = "tcp://*:6851"\nsocket = "/run/cadenzad-b/jobs.sock"\n'
         ("other", OWN, [("OK", "manages other hosts")]),
         ("gpu", OWN, [("FAIL", "manages n1, n2, too: both services would give out the GPUs there")]),
         ("all", OWN, [("FAIL", "manages n2, too: both services would give out the GPUs there")]),
-        ("other", "", [("FAIL", "has the same [service] bind, socket")]),
+        ("other", "", [("FAIL", "has the same [service] bind, [expert] jobs_socket")]),
         ("other", "bind = 1\n", [("FAIL", "bind: expected `str`, got `int`")]),
         ("", OWN, []),
     ],

@@ -35,9 +35,9 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.socket = folder, folder / "agent.sock"
-        keys = {"socket": self.socket, "state_dir": folder / "state", "keys": folder / "keys", "host": "n1"}
+        keys = {"socket": self.socket, "state_dir": folder / "state", "host": "n1"}
         lines = [f'{key} = "{value}"' for key, value in keys.items()]
-        (folder / "cadenza.toml").write_text("\n".join(["[agent]", *lines, ""]))
+        (folder / "cadenza.toml").write_text("\n".join([f'agent.keys = "{folder}/keys"', "[expert]", *lines, ""]))
         self.up()
 
     def up(self) -> None:

@@ -14,10 +14,10 @@ JOB = ROOT / "benchmarks" / "defragmentation_job.py"
 LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 
-def settings(*, place: bool, defrag: bool) -> str:
-    """Return the settings: only defragmentation, and idle GPUs, may move a job; ``place``: we choose its first node."""
-    words = (json.dumps(place), json.dumps(defrag))
-    return '[policy]\nshare = "gandiva"\nplace = {}\n[gandiva]\npack = false\ndefrag = {}\n'.format(*words)
+def settings(*, place: bool, moves: bool) -> str:
+    """Return the settings: whether jobs move; ``place``: we choose its first node."""
+    words = (json.dumps(place), json.dumps(moves))
+    return '[policy]\nshare = "gandiva"\nplace = {}\n[gandiva]\npack = false\nmoves = {}\n'.format(*words)
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def fill(cluster: Cluster, node: str, *sizes: int) -> list[int]:
 
 
 def fragmented(cluster: Cluster, first: tuple[int, ...], second: tuple[int, ...], *, place: bool) -> list[int]:
-    """Start jobs on both nodes, without defragmentation, and wait until all can be moved."""
-    cluster.configure(settings(place=place, defrag=False))
+    """Start jobs on both nodes, without moves, and wait until all can be moved."""
+    cluster.configure(settings(place=place, moves=False))
     jobs = [*fill(cluster, "node1", *first), *fill(cluster, "node2", *second)]
     open_all(cluster)
     for job in jobs:
@@ -76,7 +76,7 @@ def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
     nodes.ctl("scontrol", "update", "NodeName=node1-l1,node2-l1", "State=DRAIN", "Reason=set-up")
     waits = submit(nodes, 4)
     wait_for("it in Slurm's queue", lambda: nodes.job(waits).get("Reason") == "Resources", 30)
-    nodes.configure(settings(place=True, defrag=True))
+    nodes.configure(settings(place=True, moves=True))
     nodes.wait_state(waits, "RUNNING", timeout=90)
     assert nodes.job(waits)["NodeList"] == "node2"
     nodes.wait_state(large, "RUNNING", timeout=60)
@@ -89,7 +89,7 @@ def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
 def test_no_job_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
     """Slurm starts the job at once on a further lane, on GPUs that others have; all fit once one of them has moved."""
     jobs = fragmented(nodes, (1, 1), (2,), place=False)
-    nodes.configure(settings(place=False, defrag=True))
+    nodes.configure(settings(place=False, moves=True))
     jobs.append(submit(nodes, 4))
     nodes.wait_state(jobs[-1], "RUNNING", "SUSPENDED", timeout=60)
     wait_for("all have GPUs", lambda: all(nodes.lease(job).get("state") == "held" for job in jobs), 90)
@@ -97,7 +97,7 @@ def test_no_job_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> No
 
 
 def test_one_of_two_jobs_in_turns_goes_to_gpus_that_become_free(nodes: Cluster) -> None:
-    nodes.configure(settings(place=False, defrag=False))
+    nodes.configure(settings(place=False, moves=True))
     jobs = [*fill(nodes, "node1", 4), submit(nodes, 4)]
     nodes.wait_state(jobs[1], "RUNNING", "SUSPENDED")
     assert nodes.job(jobs[1])["NodeList"] == "node1-l1"

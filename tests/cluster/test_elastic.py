@@ -25,8 +25,8 @@ GANDIVA = """
 share = "gandiva"
 [gandiva]
 pack = false
-migrate = false
-defrag = false
+moves = false
+[expert]
 idle_s = 2.0
 move_every_s = 1.0
 """

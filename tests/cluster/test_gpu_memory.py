@@ -26,7 +26,7 @@ KEEPER = (
 )
 """A training script that also has memory which it gives to nothing, and so keeps at each yield."""
 SHORT_WAIT = """
-[agent]
+[expert]
 lease_wait_s = 8.0
 """
 REQUEUES = "select reason from actions where job = {} and kind = 'Requeue' and ok = 1"

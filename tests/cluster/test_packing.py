@@ -14,6 +14,7 @@ import pytest
 
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.profiles import write_profiles
+from cadenza.policies.sharing.state.settings import GandivaSettings
 
 from cluster import EXAMPLES as ALL_EXAMPLES
 from cluster import PYTHON, wait_for
@@ -23,7 +24,7 @@ EXAMPLES = f"{ALL_EXAMPLES}/profile"
 LOCKS = "/var/tmp/gpu-locks"
 PROFILES = "/etc/cadenza/profiles"
 WINDOW_S, WINDOWS = 5.0, 3
-MARGIN = 0.05
+MARGIN = GandivaSettings().pack_margin
 SETTINGS = f"""
 [sharing]
 slice_s = {WINDOW_S * WINDOWS}
@@ -31,11 +32,10 @@ slice_s = {WINDOW_S * WINDOWS}
 share = "gandiva"
 gpu_memory_gb = ["=16"]
 [gandiva]
-measure_s = {WINDOW_S}
-pack_margin = {MARGIN}
-migrate = false
-defrag = false
+moves = false
 elastic = false
+[expert]
+measure_s = {WINDOW_S}
 """
 IMAGES = "images.py --data /home/shared/images --batch 4 --device-ms 40 --busy 0.5"
 TEXT = "text.py --device-ms 60 --busy 0.3"

@@ -20,9 +20,9 @@ SETTINGS = """\
 [service]
 mode = "apply"
 poll_s = 0.2
-min_round_spacing_s = 0.1
 [guard]
 partitions = ["shared"]
+[expert]
 min_run_s = 0.3
 """
 GPUS = 64

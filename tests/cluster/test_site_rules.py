@@ -19,9 +19,9 @@ SETTINGS = f"""\
 [service]
 mode = "apply"
 poll_s = 0.5
-min_round_spacing_s = 0.2
 [guard]
 partitions = [{", ".join(f'"{name}"' for name in PARTITIONS)}]
+[expert]
 min_run_s = 0.3
 """
 FLAGS = ((), ("--cadenza",))

@@ -25,6 +25,7 @@ REAL = len(os.sched_getaffinity(0)) / SLURM_CPUS
 POLICY = """
 [policy]
 allocate = "cadenza"
+[expert]
 size_pending = {}
 [profiles]
 directory = "/etc/cadenza/profiles"

@@ -24,7 +24,7 @@ slice_s = 0.25
 
 
 SHORT_WAIT = """
-[agent]
+[expert]
 lease_wait_s = 3.0
 """
 

@@ -19,11 +19,10 @@ SETTINGS = """\
 [service]
 mode = "apply"
 poll_s = 0.5
-min_round_spacing_s = 0.2
 [guard]
 partitions = ["shared"]
+[expert]
 min_run_s = 0.3
-[agent]
 service_timeout_s = 4.0
 """
 FACTOR = 150.0
@@ -132,8 +131,9 @@ def test_the_host_of_the_controller_is_lost_and_slurms_queue_goes_on(pair: Clust
 
 
 BOTH = f"""\
-{SETTINGS}service = "tcp://ctl:6850,tcp://ctl2:6850"
-heartbeat_s = 0.5
+{SETTINGS}heartbeat_s = 0.5
+[agent]
+service = "tcp://ctl:6850,tcp://ctl2:6850"
 [policy]
 order = "fifo"
 share = "timeslice"

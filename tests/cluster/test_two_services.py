@@ -17,11 +17,14 @@ pytestmark = pytest.mark.sites
 B = "/etc/cadenza/b/cadenza.toml"
 STORES = {"a": "/var/lib/cadenzad/cadenza.db", "b": "/var/lib/cadenzad-b/cadenza.db"}
 OTHER = f"""
+[agent]
+service = "tcp://ctl:6851"
 [service]
 bind = "tcp://*:6851"
 store = "{STORES["b"]}"
-socket = "/run/cadenzad-b/jobs.sock"
 """
+EXPERT = '[expert]\njobs_socket = "/run/cadenzad-b/jobs.sock"\nslurm_cpus = 24'
+
 QUERY = "import json, sqlite3, sys; print(json.dumps(sqlite3.connect(f'file:{sys.argv[1]}?mode=ro', uri=True)"
 QUERY += ".execute(sys.argv[2]).fetchall()))"
 SPLIT = r"""
@@ -52,7 +55,7 @@ def cluster() -> Iterator[Cluster]:
         made.up("--nodes", 2, "--gpus-per-node", 1, "--no-cadenza")
         made.put("/etc/cadenza/conf.d/fast.toml", fast.replace('"shared"', '"a"'))
         text = fast.replace('"shared"', '"b"').replace("[service]", OTHER.strip(), 1)
-        made.put(B, text.replace("[agent]", '[agent]\nservice = "tcp://ctl:6851"\nslurm_cpus = 24', 1))
+        made.put(B, text.replace("[expert]", EXPERT, 1))
         made.ctl("bash", "-euo", "pipefail", "-c", SPLIT, "bash", B)
         change = f"s|bin/cadenza-agent$|& --config {B}|"
         made.exec("node2", "sed", "-i", change, "/etc/supervisor/supervisord.conf")

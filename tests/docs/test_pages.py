@@ -166,9 +166,9 @@ def test_each_daemon_has_directories_of_its_own_and_files_enough() -> None:
     service, agent, defaults = unit("cadenzad.service"), unit("cadenza-agent.service"), Settings()
     for key, root in (("RuntimeDirectory", "/run"), ("StateDirectory", "/var/lib")):
         assert service[key] != agent[key]
-        ours = {defaults.service.store, defaults.service.socket}
+        ours = {defaults.service.store, defaults.expert.jobs_socket}
         assert any(path.startswith(f"{root}/{service[key]}/") for path in ours)
-        theirs = {defaults.agent.socket, defaults.agent.state_dir + "/"}
+        theirs = {defaults.expert.socket, defaults.expert.state_dir + "/"}
         assert any(path.startswith(f"{root}/{agent[key]}/") for path in theirs)
     assert agent["RuntimeDirectoryPreserve"] == "yes", "jobs and the plugin find the socket's directory in a restart"
     assert service["LimitNOFILE"] == agent["LimitNOFILE"] == "65536"

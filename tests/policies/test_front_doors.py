@@ -95,11 +95,10 @@ class Door(NamedTuple):
 def service(folder: Path, chosen: Names) -> Door:
     file = folder / "cadenza.toml"
     file.write_text(
-        f"[service]\nmode = 'apply'\npoll_s = {ROUND_S}\n"
+        f"expert.move_s = {default_costs().migrate_s}\n[service]\nmode = 'apply'\npoll_s = {ROUND_S}\n"
         f"[guard]\npartitions = ['{PARTITION}']\n[sharing]\nturns = '{chosen.turns}'\n"
         f"[policy]\norder = '{chosen.order}'\nallocate = '{chosen.allocate}'\nshare = '{chosen.share}'\n"
-        f"place = {str(chosen.place).lower()}\n"
-        f"move_s = {default_costs().migrate_s}\n",
+        f"place = {str(chosen.place).lower()}\n",
         encoding="utf-8",
     )
     found = load_settings(file)

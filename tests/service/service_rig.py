@@ -17,6 +17,7 @@ import zmq.auth
 
 from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, RemoveNode, Suspend, Unsuspend
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
+from cadenza.sidecar.agent_settings import ExpertTable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
 from cadenza.slurm_plugin.service.agents import curve_keys
@@ -235,22 +236,27 @@ TURNS = "[policy]\norder = 'fifo'\nshare = 'timeslice'\n"
 
 
 def write_config(folder: Path, policy: str = TURNS, **service: object) -> Path:
-    """Write a configuration that applies, with everything below ``folder``; jobs take fair turns."""
+    """Write a configuration that applies, with everything below ``folder``; jobs take fair turns.
+
+    ``service`` are keys of [service] and, by their names, of [expert].
+    """
     values = {
         "mode": "apply",
         "poll_s": 0.3,
-        "min_round_spacing_s": 0.05,
         "bind": "tcp://127.0.0.1:*",
         "store": str(folder / "cadenza.db"),
         "keys": str(folder / "keys"),
-        "socket": str(folder / "jobs.sock"),
-        "watchdog_grace_s": 0.5,
         "gateway": "service_rig:connect",
+        "jobs_socket": str(folder / "jobs.sock"),
+        "watchdog_grace_s": 0.5,
+        "kill_switch": str(folder / "STOP"),
+        "min_run_s": 0,
+        "heartbeat_s": 0.2,
         **service,
     }
-    lines = ["[service]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    lines += ["[guard]", 'partitions = ["gpu"]', f"kill_switch = {json.dumps(str(folder / 'STOP'))}"]
-    lines += ["min_run_s = 0", "[sharing]", "slice_s = 1", "[agent]", "heartbeat_s = 0.2"]
+    expert = ExpertTable.__struct_fields__
+    lines = [f"{'expert' if key in expert else 'service'}.{key} = {json.dumps(value)}" for key, value in values.items()]
+    lines += ["[guard]", 'partitions = ["gpu"]', "[sharing]", "slice_s = 1"]
     path = folder / "cadenza.toml"
     path.write_text("\n".join(lines) + f"\n{policy}", encoding="utf-8")
     return path

@@ -135,7 +135,8 @@ def leased(job: Job) -> Job:
 def configured(order: str, allocate: str, share: str, *, place: bool) -> Settings:
     tables = {
         "service": {"mode": "apply"},
-        "guard": {"partitions": ["shared"], "kill_switch": "/nonexistent/STOP"},
+        "guard": {"partitions": ["shared"]},
+        "expert": {"kill_switch": "/nonexistent/STOP"},
         "policy": {"order": order, "allocate": allocate, "share": share, "place": place},
         "sharing": {"share_between_users": True, "max_priority": 2**31},
     }

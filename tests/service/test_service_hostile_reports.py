@@ -18,6 +18,7 @@ from service_rig import books, job, lease, node, report
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, StepRate
+from cadenza.policies.guard import GuardOptions
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.frames import ERRORS, FROM_AGENT
 from cadenza.sidecar.orders import (
@@ -39,12 +40,12 @@ from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.observe.enrichment import with_progress
 from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job, with_leases
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, policy
+from cadenza.slurm_plugin.service.settings import ServiceTable, Settings, policy
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
-APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
+APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardOptions(partitions=frozenset({"gpu"})))
 SLURM = books(
     job(1, gpus=4), job(2, "n1-l1", gpus=4), job(3, nodes=("n1", "n2"), gpus=2, num_nodes=2),
     nodes=(node("n1"), node("n1-l1", 1), node("n2")),

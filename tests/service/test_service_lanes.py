@@ -12,17 +12,18 @@ from service_rig import books, node
 from test_service_loop import Rig, heard
 
 from cadenza.policies.core.model import ClusterSnapshot, Host, Node
+from cadenza.policies.guard import GuardOptions
 from cadenza.sidecar.frames import TO_AGENT
 from cadenza.sidecar.orders import Facts, LaneOrder
 from cadenza.slurm_plugin.errors import RequestError
 from cadenza.slurm_plugin.service import lanes_on_demand as lanes
 from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.lanes_on_demand import LaneRequest
-from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings
+from cadenza.slurm_plugin.service.settings import PolicyTable, ServiceTable, Settings
 
 FIRST = node("n1", gpu_type="a100", weight=5)
 LANE = node("n1-l1", 1, dynamic=True)
-ACTS = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
+ACTS = Settings(service=ServiceTable(mode="apply"), guard=GuardOptions(partitions=frozenset({"gpu"})))
 
 
 def cluster(*nodes: Node, wanted: int = 1, **host: object) -> ClusterSnapshot:

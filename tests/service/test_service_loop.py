@@ -43,6 +43,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Host, JobKey
 from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
+from cadenza.sidecar.agent_settings import ExpertTable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.sidecar.sd_notify import notify
@@ -290,7 +291,7 @@ def test_kill_switch_stops_everything_at_the_next_round_and_the_log_says_so(
     (rig.folder / "STOP").unlink()
     assert rig.loop.round()
     said = [record.getMessage() for record in caplog.records if "kill switch" in record.getMessage()]
-    switch = rig.loop.settings.guard.kill_switch
+    switch = rig.loop.settings.expert.kill_switch
     assert said == [
         f"the kill switch {switch} is set: no action leaves", f"the kill switch {switch} is gone: actions leave again"
     ]  # fmt: skip
@@ -328,8 +329,8 @@ def test_a_kill_switch_that_cannot_be_looked_up_is_set(rig: Rig) -> None:
     assert not guard_settings(rig.loop.settings).killed
     endless = rig.folder / "loop"
     endless.symlink_to(endless)
-    guard = replace(rig.loop.settings.guard, kill_switch=str(endless / "STOP"))
-    assert guard_settings(structs.replace(rig.loop.settings, guard=guard)).killed
+    expert = ExpertTable(kill_switch=str(endless / "STOP"))
+    assert guard_settings(structs.replace(rig.loop.settings, expert=expert)).killed
 
 
 def test_a_job_whose_data_makes_a_decision_fail_is_left_alone(

@@ -17,6 +17,7 @@ from service_rig import books, job, lease, node, report, write_config
 from cadenza.policies.core.actions import Outcome, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Gpu, Host, JobKey, JobUsage, Options
+from cadenza.policies.guard import GuardOptions
 from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
@@ -40,13 +41,13 @@ from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.loop import pause_s
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
-from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, load_settings, policy
+from cadenza.slurm_plugin.service.settings import PolicyTable, ServiceTable, Settings, load_settings, policy
 
 A = JobKey(1, 0)
 ORDER = YieldOrder(VERSION, 1, 0, 10.0)
 APPLY = Settings(
     service=ServiceTable(mode="apply"),
-    guard=GuardTable(partitions=frozenset({"gpu"})),
+    guard=GuardOptions(partitions=frozenset({"gpu"})),
     policy=PolicyTable(order="fifo", share="timeslice"),
 )
 

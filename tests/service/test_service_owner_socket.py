@@ -71,7 +71,7 @@ def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(local_socket, "peer_uid", lambda _: 4_000_000_000)
     with pytest.raises(ServiceError, match="does not know uid"):
         ask_latest(site / "jobs.sock", 0.0)
-    away = write_config(site, store=str(site / "closed.db"), socket=str(site / "away" / "jobs.sock"))
+    away = write_config(site, store=str(site / "closed.db"), jobs_socket=str(site / "away" / "jobs.sock"))
     for words in (("top", "--once"), ("why", "1")):
         done = CliRunner().invoke(main, [*words, "--config", str(away)])
         assert done.exit_code == 3

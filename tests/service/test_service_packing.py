@@ -22,7 +22,7 @@ from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load
 from cadenza.slurm_plugin.service.store import record_codec
 
 A, B = JobKey(1, 0), JobKey(2, 0)
-GANDIVA = "[policy]\nshare='gandiva'\ngpu_memory_gb=['=16']\n[gandiva]\nmigrate=false\ndefrag=false\nelastic=false\n"
+GANDIVA = "[policy]\nshare='gandiva'\ngpu_memory_gb=['=16']\n[gandiva]\nmoves=false\nelastic=false\n"
 LOW = {"model": "low", "gpu_utilization": 0.2, "gpu_memory_gb": {"peak": 4, "low": 1}}
 NEXT = {"model": "next", "gpu_utilization": 0.3, "gpu_memory_gb": {"peak": 4, "low": 1}}
 ALL_GPUS = (0, 1, 2, 3)

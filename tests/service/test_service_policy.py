@@ -13,14 +13,17 @@ import pytest
 from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, gateway_without_agents, job, node
 
+from cadenza.policies.allocation.problem import Costs
 from cadenza.policies.composition import Policy, build
 from cadenza.policies.core.actions import Action, DrainNode, Place, Requeue, Resize, Size, Tune
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
-from cadenza.policies.guard import guard
+from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.policy_settings import PolicySettings
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
@@ -47,7 +50,7 @@ PROFILED = "[policy]\norder='srtf'\nallocate='cadenza'\n"
 
 def settings_of(folder: Path, text: str, partition: str = "shared") -> Settings:
     path = folder / "cadenza.toml"
-    path.write_text(f"{text}[guard]\npartitions=['{partition}']\nmin_run_s=0\n", encoding="utf-8")
+    path.write_text(f"guard.partitions=['{partition}']\nexpert.min_run_s=0\n{text}", encoding="utf-8")
     return load_settings(path)
 
 
@@ -65,7 +68,7 @@ def of(kind: type[Action], decision: Decision) -> list[Action]:
         ("\n[policy]\nallocate = 'tuned'\n", 3, "no allocation is called 'tuned'; did you mean 'tune'?"),
         ("[policy]\nshare = 'packing'\n", 2, "policy.share: no sharing is called 'packing'; there are none, pr"),
         ("[policy]\nshare = 'time'\n", 2, "no sharing is called 'time'; did you mean 'timeslice'?"),
-        ("policy.move_s = -1\n", 1, "policy.move_s: expected `float` >= 0"),
+        ("expert.move_s = -1\n", 1, "expert.move_s: expected `float` >= 0"),
         ("[gandiva]\n# on\npacks = true\n", 3, "unknown key gandiva.packs; did you mean pack?"),
         ("[policy]\ngpu_memory_gb = ['a100']\n", 2, "policy.gpu_memory_gb"),
     ],
@@ -80,9 +83,23 @@ def test_errors_name_file_line_and_key(tmp_path: Path, text: str, line: int, sai
 
 
 def test_switches_reach_the_policy(tmp_path: Path) -> None:
-    found = policy_settings(settings_of(tmp_path, "[gandiva]\npack=false\nmoves_per_round=2\n[policy]\nmove_s=7\n"))
-    assert (found.gandiva.pack, found.gandiva.migrate, found.gandiva.moves_per_round) == (False, True, 2)
-    assert (found.costs.move_s, found.gandiva.move_s, found.sharing.floor) == (7.0, 7.0, True)
+    found = policy_settings(settings_of(tmp_path, "expert.move_s=7\n[gandiva]\npack=false\n"))
+    assert found.gandiva == GandivaSettings(pack=False, move_s=7.0)
+    still = policy_settings(settings_of(tmp_path, "[gandiva]\nmoves=false\n")).gandiva
+    assert still == GandivaSettings(migrate=False, defrag=False, relieve=False)
+    assert (found.costs.move_s, found.sharing.floor) == (7.0, True)
+
+
+def test_the_shipped_settings_are_the_defaults_of_the_policies() -> None:
+    """So a policy of the simulator or of a test decides as that of the service."""
+    found, guarded = policy_settings(Settings()), guard_settings(Settings())
+    assert found.gandiva == GandivaSettings()
+    assert found.costs == Costs(round_s=Settings().service.poll_s)
+    assert found.sharing == SharingSettings(floor=True)
+    assert found == PolicySettings(
+        costs=found.costs, sharing=found.sharing, size_pending=True, phased_moves=True, prefetch=True
+    )
+    assert guarded == GuardSettings(killed=guarded.killed)
 
 
 # --- Recorded answers of Slurm -------------------------------------------------------------------------
@@ -129,7 +146,7 @@ def test_pending_jobs_ask_for_what_their_profile_says_and_why_it_is_said(tmp_pat
     assert not {42, 43, 44, 47} & sizes.keys()  # they did not opt in, or wrongly
     allowed = guard(of(Size, decision), snapshot, Memory(), guard_settings(settings))
     assert all(item.allowed for item in allowed)
-    off = settings_of(tmp_path, APPLY + PROFILED + "size_pending=false\n")
+    off = settings_of(tmp_path, "expert.size_pending=false\n" + APPLY + PROFILED)
     assert not of(Size, policy(off)(snapshot, Memory()))
     fair = settings_of(tmp_path, APPLY + "[policy]\nallocate='proportional'\n")
     assert not of(Size, policy(fair)(snapshot, Memory()))
@@ -148,7 +165,7 @@ def test_without_an_allocation_a_resized_job_keeps_what_it_has_for_each_gpu(tmp_
     grows = job(
         1, partition="shared", gpus=2, cpus=4, memory_mb=3000, lease=lease, nodes=("n1",), options=Options(max_gpus=4)
     )
-    settings = settings_of(tmp_path, APPLY + "[policy]\nshare='gandiva'\n[gandiva]\nidle_s=0\n")
+    settings = settings_of(tmp_path, "expert.idle_s=0\n" + APPLY + "[policy]\nshare='gandiva'\n")
     decision = policy(settings)(one_node(grows), Memory())
     (found,) = (action for action in of(Resize, decision) if isinstance(action, Resize))
     assert found.shares == (Share("n1", 4, 8, 6000),)

@@ -18,6 +18,7 @@ from cadenza.policies.core.actions import Action, Outcome, Tune
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, Lease, Options, Share, StepRate
 from cadenza.policies.core.profile import Profile
+from cadenza.policies.guard import GuardOptions
 from cadenza.profiler.model.belief import begin, observe
 from cadenza.profiler.model.roofline import Law, fit
 from cadenza.sidecar import orders
@@ -27,7 +28,7 @@ from cadenza.slurm_plugin.service.observe.lease_merge import merge
 from cadenza.slurm_plugin.service.profiles.beliefs import Record, corrected, decoded, encoded, law_of
 from cadenza.slurm_plugin.service.profiles.observations import SETTLE_S, Window, watch
 from cadenza.slurm_plugin.service.profiles.refiner import MAX_MODELS, Refiner
-from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, policy
+from cadenza.slurm_plugin.service.settings import PolicyTable, ServiceTable, Settings, policy
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -427,7 +428,7 @@ def test_a_round_decides_by_the_refined_profile_and_replays(tmp_path: Path, file
     """By its file it is twice as fast with 8 CPUs; in truth 2 do, so that the others go to its neighbor."""
     settings = Settings(
         service=ServiceTable(mode="apply"),
-        guard=GuardTable(partitions=frozenset({"gpu"})),
+        guard=GuardOptions(partitions=frozenset({"gpu"})),
         policy=PolicyTable(allocate="cadenza"),
     )
     decide = policy(settings)

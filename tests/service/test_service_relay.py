@@ -97,8 +97,8 @@ def test_users_of_a_login_node_read_their_own_jobs(site: tuple[Path, Hub]) -> No
             path.chmod(path.stat().st_mode | 0o011)
     config, relay = folder / "login.toml", folder / "run" / "jobs.sock"
     config.write_text(
-        f'[service]\nstore = "{folder}/none.db"\nsocket = "{folder}/none.sock"\n[agent]\nhost = "login1"\n'
-        f'service = "{hub.address}"\nkeys = "{folder}/keys"\nsocket = "{folder}/run/agent.sock"\n'
+        f'[service]\nstore = "{folder}/none.db"\n[agent]\nservice = "{hub.address}"\nkeys = "{folder}/keys"\n'
+        f'[expert]\nhost = "login1"\nsocket = "{folder}/run/agent.sock"\njobs_socket = "{folder}/none.sock"\n'
     )
     missing = CliRunner().invoke(main, ["why", "1", "--config", str(config)])
     assert missing.exit_code == 3

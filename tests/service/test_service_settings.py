@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from service_rig import make_keys, write_config
 
+from cadenza.sidecar.agent_settings import ExpertTable
+from cadenza.sidecar.agent_settings import load_settings as load_agent_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.service import settings_reference
 from cadenza.slurm_plugin.service.main import main
@@ -49,7 +51,7 @@ def test_defaults_observe_and_manage_nothing() -> None:
         ("[service]\nbind = '6820'\n", ("service.bind",)),
         ("[guard]\npartitions = 'gpu'\n", ("guard.partitions", "array")),
         ("[service]\npoll_s = = 1\n", ("not TOML", "line 2")),
-        ("[guard]\nkill_switch = '/S'\n[service]\nstore = \"/a\\u0000\"\n", (":4: service.store", "printable line")),
+        ("[expert]\nkill_switch = '/S'\n[service]\nstore = \"/a\\u0000\"\n", (":4: service.store", "printable line")),
         ("[guard]\npartitions = ['a', \"\\u001b[2J\"]\n", (":2: guard.partitions", "printable line")),
     ],
 )
@@ -81,7 +83,7 @@ def test_error_in_conf_d_names_that_file(tmp_path: Path) -> None:
 
 def test_kill_switch_is_looked_up_each_time(tmp_path: Path) -> None:
     switch = tmp_path / "STOP"
-    settings = load_settings(write(tmp_path, f"[guard]\nkill_switch = '{switch}'\n"))
+    settings = load_settings(write(tmp_path, f"[expert]\nkill_switch = '{switch}'\n"))
     assert not guard_settings(settings).killed
     switch.touch()
     assert guard_settings(settings).killed
@@ -89,6 +91,24 @@ def test_kill_switch_is_looked_up_each_time(tmp_path: Path) -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert all(row.doc and row.type for row in settings_reference.rows())
+
+
+def test_a_site_has_at_most_forty_settings_and_those_for_experts_come_last() -> None:
+    """A further one takes the place of another, is derived or measured, or is only for sites unlike others."""
+    sections = [row.section for row in settings_reference.rows()]
+    assert len(sections) - sections.count("expert") <= 40
+    assert sections.index("expert") == len(sections) - sections.count("expert")
+
+
+def test_the_service_and_the_agent_read_one_expert_table(tmp_path: Path) -> None:
+    path = write(tmp_path, "[expert]\nheartbeat_s = 3\nmin_run_s = 1\n")
+    assert load_settings(path).expert == load_agent_settings(path).expert == ExpertTable(heartbeat_s=3, min_run_s=1)
+    write(tmp_path, "[agent]\nheartbeat_s = 3\n[expert]\nhartbeat_s = 3\n")
+    for read in (load_settings, load_agent_settings):
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        assert "cadenza.toml:2: unknown key agent.heartbeat_s; " in str(caught.value)
+        assert "cadenza.toml:4: unknown key expert.hartbeat_s; did you mean heartbeat_s?" in str(caught.value)
 
 
 def test_an_unmanaged_job_has_its_gpus_before_the_plugin_stops_waiting() -> None:
@@ -117,7 +137,9 @@ def test_a_service_without_settings_ends_with_2_and_leaves_nothing_behind() -> N
 def test_a_service_without_keys_ends_with_3_and_leaves_nothing_behind(tmp_path: Path, missing: str, fault: str) -> None:
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / missing).rename(tmp_path / "elsewhere")
-    config = write_config(tmp_path, store=str(tmp_path / "state" / "cadenza.db"), socket=str(tmp_path / "run" / "s"))
+    config = write_config(
+        tmp_path, store=str(tmp_path / "state" / "cadenza.db"), jobs_socket=str(tmp_path / "run" / "s")
+    )
     before = sorted(tmp_path.iterdir())
     done = CliRunner().invoke(main, ["--config", str(config)])
     assert done.exit_code == 3

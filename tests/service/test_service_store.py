@@ -479,7 +479,7 @@ def busy_cluster() -> ClusterSnapshot:
 def test_replay_gives_the_same_decision_byte_for_byte(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(
-        "[service]\nmode='apply'\n[guard]\npartitions=['gpu']\nmin_run_s=0\n[policy]\norder='fifo'\nshare='timeslice'\n",
+        "[service]\nmode='apply'\n[guard]\npartitions=['gpu']\n[expert]\nmin_run_s=0\n[policy]\norder='fifo'\nshare='timeslice'\n",
         encoding="utf-8",
     )
     settings = load_settings(config)

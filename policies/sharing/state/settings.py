@@ -123,40 +123,33 @@ def requeued_into_hold(job: Job, memory: Memory) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class GandivaOptions:
-    """The admin's switches and limits for Gandiva's functions. Times in seconds."""
-
-    pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
-    pack_margin: Annotated[
-        float, Meta(description="Packed jobs stay together when they do this much more than in turns, as a part", ge=0)
-    ] = 0.05
-    measure_s: Annotated[
-        float,
-        Meta(description="A measuring window: a pack that does not pay is undone within three of them", gt=0),
-    ] = 20.0
-    migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
-    defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
-    elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
-    relieve: Annotated[
-        bool,
-        Meta(
-            description="With an allocation: move jobs that their host's CPUs or memory hold back to a host where "
-            "they are faster; also with share = none, unless place"
-        ),
-    ] = True
-    idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0
-    move_every_s: Annotated[float, Meta(description="Least time between two moves or resizes of a job", ge=0)] = 600.0
-    moves_per_round: Annotated[int, Meta(description="Most moves and resizes in one round", ge=0)] = 8
-
-
-@dataclass(frozen=True, slots=True)
-class GandivaSettings(GandivaOptions):
+class GandivaSettings:
     """Gandiva's functions that are on, and their limits. Times in seconds.
 
     Reactive mode is placement, slices and migration on departures; introspective mode adds the others, and
     migration that evens out hosts without a departure.
     """
 
+    pack: bool = True
+    """Run two jobs on the same GPUs at once, as long as that pays."""
+    pack_margin: float = 0.05
+    """Packed jobs stay together when they do this much more than in turns, as a part: what a measurement may be off."""
+    measure_s: float = 20.0
+    """A measuring window: a pack that does not pay is undone within three of them."""
+    migrate: bool = True
+    """Move jobs to idle GPUs and away from crowded ones."""
+    defrag: bool = True
+    """Move jobs together so that hosts become free for large ones."""
+    elastic: bool = True
+    """Grow and shrink jobs that set min_gpus or max_gpus."""
+    relieve: bool = True
+    """With an allocation: move jobs that their host's CPUs or memory hold back to a host where they are faster."""
+    idle_s: float = 60.0
+    """GPUs must be idle this long before a job grows."""
+    move_every_s: float = 600.0
+    """Least time between two moves or resizes of a job."""
+    moves_per_round: int = 8
+    """Most moves and resizes in one round: all of them save at once, into the same file systems."""
     introspective: bool = True
     max_packed: int = 2
     """Most jobs that are packed on one set of GPUs."""

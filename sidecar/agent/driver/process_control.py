@@ -14,7 +14,7 @@ from cadenza.sidecar.agent.driver.channel import Channel, Lost
 from cadenza.sidecar.agent.driver.machine import Limits, Machine
 from cadenza.sidecar.agent.driver.protocol import Call, Called, InspectCall, Inspection, Operation
 from cadenza.sidecar.agent.ipc.processes import start_ticks
-from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.host_state import MEMORY_MARGIN, Host
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess, Lease
 
@@ -84,12 +84,12 @@ class DriverController:
     @property
     def wanted(self) -> bool:
         """True if a helper has work, now or perhaps soon."""
-        return self.host.settings.driver_checkpoint != "off" or bool(self._jobs)
+        return self.host.settings.agent.driver_checkpoint != "off" or bool(self._jobs)
 
     @property
     def wanted_always(self) -> bool:
         """True if jobs that moved their state out by themselves are checkpointed as well."""
-        return self.host.settings.driver_checkpoint == "always"
+        return self.host.settings.agent.driver_checkpoint == "always"
 
     def recover(self) -> None:
         """Take over the jobs that an earlier agent worked on; the driver reports the state of each process."""
@@ -138,7 +138,7 @@ class DriverController:
             with self.host.supervise(key, "its stop by the driver"):
                 self._move_on(lease, job, sweeping=sweeping)
         # Each job's run shows its readiness for this path, and the work on it.
-        usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready and self._objection == ""
+        usable = self.host.settings.agent.driver_checkpoint != "off" and self.channel.ready and self._objection == ""
         for lease in self.host.leases:
             run, own = self.host.run(lease.key), self._jobs.get(lease.key)
             run.freezable = usable and lease.hosts == 1
@@ -170,7 +170,7 @@ class DriverController:
     @property
     def lack(self) -> str:
         """The reason why this path is on and cannot be used; otherwise empty."""
-        mode = self.host.settings.driver_checkpoint
+        mode = self.host.settings.agent.driver_checkpoint
         problem = self._objection if self.channel.ready else self.channel.problem
         return f"driver_checkpoint = {mode}: {problem}" if mode != "off" and problem else ""
 
@@ -223,11 +223,10 @@ class DriverController:
         needed = sum(size for one in inspection.processes for _, size in one.gpu_bytes)
         stops = [run.stop for run in self.host.jobs.values() if run.stop is not None and run.stop.committed]
         free = self.free_memory() - sum(stop.bytes for stop in stops)
-        margin = self.host.settings.memory_margin
-        takes = f"its GPU memory takes {needed >> 20} MB (margin {margin:g})"
-        if needed * margin > free:
+        takes = f"its GPU memory takes {needed >> 20} MB (margin {MEMORY_MARGIN:g})"
+        if needed * MEMORY_MARGIN > free:
             return f"host memory: {takes} and {max(free, 0) >> 20} MB are free"
-        if inspection.headroom is not None and needed * margin > inspection.headroom:
+        if inspection.headroom is not None and needed * MEMORY_MARGIN > inspection.headroom:
             return f"host memory: {takes} and the job's limit leaves {max(inspection.headroom, 0) >> 20} MB"
         return None
 

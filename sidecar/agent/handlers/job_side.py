@@ -142,7 +142,7 @@ class JobHandler:
             return
         now = self.host.clock.monotonic()
         session.key, session.joined = lease.key, True
-        run.waiters.append(Waiter(session, now + self.host.settings.lease_wait_s, now))
+        run.waiters.append(Waiter(session, now + self.host.settings.expert.lease_wait_s, now))
 
     def _require_privilege(self, session: Session, what: str) -> None:
         """Raise NotAuthorizedError unless the peer may register jobs."""
@@ -372,7 +372,7 @@ class JobHandler:
         A wait for host memory has no end: after a requeue its place would be behind those that came later. A job of
         several hosts does give up, because two of them may wait for each other.
         """
-        now, limit = self.host.clock.monotonic(), self.host.settings.lease_wait_s
+        now, limit = self.host.clock.monotonic(), self.host.settings.expert.lease_wait_s
         for lease in self.host.leases:
             run = self.host.run(lease.key)
             for waiter in tuple(run.waiters):

@@ -159,7 +159,7 @@ class Reporter:
             return None
         report = self._report()
         notable = _notable(report)
-        if notable == self._last and now - self._sent_at < self.host.settings.heartbeat_s:
+        if notable == self._last and now - self._sent_at < self.host.settings.expert.heartbeat_s:
             return None
         self._last, self._sent_at = notable, now
         return self._readable(report)

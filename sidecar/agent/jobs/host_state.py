@@ -44,6 +44,9 @@ AMISS: Mapping[tuple[bool, Shown], str] = {
     (False, "frozen"): "Slurm calls it running, and its processes are frozen",
     (True, "running"): "Slurm calls it suspended, and its processes run",
 }
+MEMORY_MARGIN = 1.25
+"""Free host memory that GPU state needs there, as a multiple of its size: the copy's allocator rounds up, and what
+other processes take meanwhile is not known."""
 CLOCK_JUMP_S = 0.5
 """Smaller steps of the wall clock are ignored: jobs' virtual times differ by as much anyway."""
 
@@ -90,10 +93,10 @@ class Host:
 
     def rotating(self) -> bool:
         """Return True if the service has been silent for so long that turns are taken here."""
-        if not self.settings.service:
+        if not self.settings.agent.service:
             return True
         last = self.started_at if self.heard_at is None else self.heard_at
-        return self.clock.monotonic() - last > self.settings.service_timeout_s
+        return self.clock.monotonic() - last > self.settings.expert.service_timeout_s
 
     @property
     def stopping(self) -> bool:
@@ -134,7 +137,7 @@ class Host:
     @property
     def awaits_facts(self) -> bool:
         """True for a moment after the start, until the service has been heard: no lease is given before."""
-        waiting = bool(self.settings.service) and self.heard_at is None and not self.rotating()
+        waiting = bool(self.settings.agent.service) and self.heard_at is None and not self.rotating()
         return waiting and self.clock.monotonic() - self.started_at < FACTS_S
 
     def release_taken(self) -> None:
@@ -252,7 +255,7 @@ class Host:
 
         A second process of a rank that has restored is another program of the job, or restores again by itself.
         """
-        alone = not self.settings.service
+        alone = not self.settings.agent.service
         if not (run.told or alone or run.key.restart == 0):
             return None
         found = run.to_find

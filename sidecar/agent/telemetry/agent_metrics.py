@@ -56,7 +56,7 @@ class AgentMetrics(Collector):
         faults = {"taken": len(host.taken), "faults": len(host.faults), "lanes": len(self._lane_faults())}
         yield _gauge("agent_build_info", "Version", "version", {self._version: 1})
         yield _gauge("agent_rotating", "1 while the agent takes turns by itself", "", {"": rotating})
-        heard = bool(host.settings.service) and not rotating
+        heard = bool(host.settings.agent.service) and not rotating
         yield _gauge("agent_service_connected", "1 while the service is heard", "", {"": heard})
         yield _gauge("lease_gpus", "GPUs of jobs, by the state of their leases", "state", gpus)
         yield _gauge("lease_jobs", "Jobs, by the state of their leases", "state", jobs)

@@ -56,7 +56,7 @@ class Collector:
         now = self.host.clock.monotonic()
         if now < self._due:
             return
-        self._due = now + self.host.settings.telemetry_s
+        self._due = now + self.host.settings.expert.telemetry_s
         if self.background.busy:  # psutil or the GPU driver hangs: the pages alone go on
             if not self._warned:
                 log.warning("the last sample of the jobs' processes and GPUs has not come back; going on without")

@@ -78,14 +78,15 @@ class Records:
     """The recorders of all jobs that want one. A slow recorder loses lines and delays no job."""
 
     def __init__(self, settings: AgentSettings) -> None:
-        self._settings = settings
+        self._kept = settings.agent.records
+        self._directory = Path(settings.expert.state_dir) / "records"
         self._host = settings.host_name
         self._jobs: dict[JobKey, _Job] = {}
         self._leaving: list[subprocess.Popen[bytes]] = []
 
     def write(self, lease: Lease, at_s: float, step: int, telemetry: JobTelemetry) -> None:
         """Append one line to the job's file, if it has one."""
-        if self._settings.records == "off":
+        if self._kept == "off":
             return
         job = self._jobs.setdefault(lease.key, _Job())
         if job.recorder is None and not job.ended:
@@ -149,13 +150,13 @@ class Records:
                 return
 
     def _default(self, owner: Owner) -> str:
-        """Return the user's directory under ``records_dir``; "" unless every job is recorded."""
-        if self._settings.records != "jsonl":
+        """Return the user's directory under ``records/``; "" unless every job is recorded."""
+        if self._kept != "jsonl":
             return ""
         try:
-            return str(user_directory(Path(self._settings.records_dir), owner))
+            return str(user_directory(self._directory, owner))
         except OSError as error:
-            log.warning("no records in %s: %s", self._settings.records_dir, error)
+            log.warning("no records in %s: %s", self._directory, error)
             return ""
 
     def _start(self, lease: Lease, job: _Job, owner: Owner, directory: str) -> None:

@@ -50,9 +50,9 @@ class Tuner:
     _next_check: float = 0.0
 
     def __post_init__(self) -> None:
-        self._scale = Scale(self.topology, self.host.settings.slurm_cpus)
+        self._scale = Scale(self.topology, self.host.settings.expert.slurm_cpus)
         self._everywhere = frozenset(cpu.id for cpu in self.topology.cpus)
-        cgroups = self.host.settings.tuning == "cgroups"
+        cgroups = self.host.settings.agent.tuning == "cgroups"
         self.lack = NO_GROUPS if cgroups and not writable_groups(self.root) else ""
         """Reason why this host cannot follow the settings; otherwise empty."""
 
@@ -73,7 +73,7 @@ class Tuner:
         if not (order.cpus > 0 or order.memory_mb > 0):
             self._withdraw(lease.key, "the service took it back")
             return
-        off = self.host.settings.tuning == "off"
+        off = self.host.settings.agent.tuning == "off"
         if off or not lease.managed:
             reason = "tuning is off in the agent's settings" if off else "it did not opt in"
             log.info("not tuned JOBID=%s: %s", lease.key, reason)
@@ -124,7 +124,7 @@ class Tuner:
     def _divide(self) -> None:
         """Plan all grants, and enforce them: first those that shrink, then those that grow."""
         # 1. All tuning ends if the service only observes or is silent: then it cannot order the end itself.
-        facts, silent = self.host.facts, bool(self.host.settings.service) and self.host.rotating()
+        facts, silent = self.host.facts, bool(self.host.settings.agent.service) and self.host.rotating()
         if silent or not facts.enforce:
             for key in tuple(self._jobs):
                 self._withdraw(key, "the service is silent" if facts.enforce else "the service only observes")
@@ -269,7 +269,7 @@ class Tuner:
             self._name(lease.key),
             self._saved.setdefault(lease.key, {}),
             self._everywhere,
-            cgroups=self.host.settings.tuning == "cgroups",
+            cgroups=self.host.settings.agent.tuning == "cgroups",
             root=self.root,
         )
 

@@ -11,7 +11,7 @@ from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Spilled, Yielded
-from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.host_state import MEMORY_MARGIN, Host
 from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
@@ -307,11 +307,11 @@ class StopCoordinator:
         needed = sum(rank.bytes for rank in run.ranks.values())
         stops = [other.stop for other in self.host.jobs.values() if other.stop is not None]
         free = self.free_memory() - sum(stop.bytes for stop in stops if stop.committed)
-        if not needed or needed * self.host.settings.memory_margin <= free:
+        if not needed or needed * MEMORY_MARGIN <= free:
             return None
         return (
             f"host memory: its state takes {needed >> 20} MB and {max(free, 0) >> 20} MB are free "
-            f"(margin {self.host.settings.memory_margin:g})"
+            f"(margin {MEMORY_MARGIN:g})"
         )
 
     def _measured(self, lease: Lease, stop: Stop) -> bool:
@@ -466,7 +466,7 @@ class StopCoordinator:
 
         Its ranks stand at one boundary, and those of several hosts would have to save together.
         """
-        period_s = self.host.settings.save_before_suspend_s
+        period_s = self.host.settings.agent.save_before_suspend_s
         fresh = run.saved_at is not None and self.host.clock.monotonic() - run.saved_at < period_s
         if period_s and not fresh and lease.state == "yielded" and lease.hosts == 1:
             self.save_away(lease, SAVE_S, 0.0, "preemption")

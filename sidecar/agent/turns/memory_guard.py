@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.ipc.memory_use import HostMemory, host_memory, job_bytes, pressure_percent
-from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.host_state import MEMORY_MARGIN, Host
 from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.leases.membership import pids_of
@@ -179,7 +179,7 @@ class MemoryGuard:
             else:
                 residents.append(self._resident(lease, run, host_mb))
         # 2. Admit jobs in the order in which they came.
-        reasons = admissions(applicants, residents, host_mb, self.host.settings.memory_margin)
+        reasons = admissions(applicants, residents, host_mb, MEMORY_MARGIN)
         for key, reason in reasons.items():
             self.host.run(key).no_memory = reason
         # 3. Where Slurm's limits do not keep the sum below the host's memory, one job after the other leaves it.

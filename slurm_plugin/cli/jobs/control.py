@@ -75,7 +75,7 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
 
     # 1. Stop the service from repeating what is about to be undone.
     settings = load_settings(config)
-    switch = Path(settings.guard.kill_switch)
+    switch = Path(settings.expert.kill_switch)
     paused = everything and _pause(settings, switch)
     # 2. Undo.
     outcomes, unreadable = _release(settings, job_id)

@@ -35,8 +35,8 @@ OWN_FILES, FILES_A_HOST = 256, 2
 REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
-ONE_EACH = ("bind", "store", "socket", "metrics")
-"""Keys of [service] in which two services of one machine must differ."""
+ONE_EACH = (("service", "bind"), ("service", "store"), ("service", "metrics"), ("expert", "jobs_socket"))
+"""Keys in which two services of one machine must differ."""
 MAX_NAMED = 4
 """Number of hosts that a finding names."""
 LANES_ADVICE = "see docs/lanes.md and `cadenza lanes`"
@@ -197,8 +197,8 @@ def uses_factors(settings: Settings) -> bool:
 def kill_switch(facts: Facts) -> Iterator[Finding]:
     """Say that the kill switch is set: a site that has forgotten it waits for nothing."""
     if facts.killed:
-        text = f"{facts.settings.guard.kill_switch} exists: no action leaves, and no job makes way"
-        yield Finding("WARN", "kill switch", text, f"rm {facts.settings.guard.kill_switch}")
+        text = f"{facts.settings.expert.kill_switch} exists: no action leaves, and no job makes way"
+        yield Finding("WARN", "kill switch", text, f"rm {facts.settings.expert.kill_switch}")
 
 
 def kill_wait(facts: Facts) -> Iterator[Finding]:
@@ -414,14 +414,17 @@ def services(facts: Facts) -> Iterator[Finding]:
             yield Finding("FAIL", "services", other, f"correct it: cadenza config --check --config {path}")
             continue
         common = sorted(own & _all_hosts(facts, [other]))
-        mine, its = ({key: getattr(one.service, key) for key in ONE_EACH} for one in (facts.settings, other))
-        same = [key for key in ONE_EACH if mine[key] and mine[key] == its[key]]
+        same = [
+            f"[{table}] {key}"
+            for table, key in ONE_EACH
+            if (mine := getattr(getattr(facts.settings, table), key)) and mine == getattr(getattr(other, table), key)
+        ]
         if common:
             names = ", ".join(common[:MAX_NAMED]) + (" and others" if common[MAX_NAMED:] else "")
             text = f"{path} manages {names}, too: both services would give out the GPUs there"
             yield Finding("FAIL", "services", text, "[guard] partitions of the two must have no host in common")
         if same:
-            text = f"{path} has the same [service] {', '.join(same)}"
+            text = f"{path} has the same {', '.join(same)}"
             yield Finding("FAIL", "services", text, "give each service its own: see docs/operation.md")
         if not common and not same:
             yield Finding("OK", "services", f"{path} manages other hosts")

@@ -68,7 +68,8 @@ def doctor(  # noqa: PLR0913 - an argument for each option
 
         path = config or DEFAULT_PATH
         settings = load_settings(path) if config or path.exists() else AgentSettings()
-        gpus = examine_gpus(try_gpu(gather_gpus(), Path(settings.state_dir), python), settings.driver_checkpoint)
+        facts = try_gpu(gather_gpus(), Path(settings.expert.state_dir), python)
+        gpus = examine_gpus(facts, settings.agent.driver_checkpoint)
         findings = (*gpus, *examine_scripts(gather_scripts()), *(try_ranks(python) if ranks else ()))
     else:
         findings = checks.examine(gather(config))

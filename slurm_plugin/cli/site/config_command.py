@@ -44,7 +44,8 @@ class Row(msgspec.Struct, frozen=True):
 def command(*, file: Path | None, check: bool, as_json: bool) -> None:
     """Check FILE (default: /etc/cadenza/cadenza.toml) and its conf.d, and print every setting in force.
 
-    The output is a configuration file: each setting with its meaning and the file it comes from. All errors of the
+    The output is a configuration file: each setting with its meaning and the file it comes from; of [expert] what is
+    set. All errors of the
     files are named with their keys and lines, and then the exit code is 2. Notes do not change it.
     """
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
@@ -71,7 +72,7 @@ def policy_advice(settings: Settings) -> Iterator[str]:
     directory.refresh()
     yield from (f"profile not used: {problem}" for problem in directory.library.problems)
     usable = sum(entry.profile is not None for entry in directory.library.entries)
-    if table.size_pending and settings.profiled and not usable:
+    if settings.expert.size_pending and settings.profiled and not usable:
         yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
     if usable and not settings.allocates:
         yield '[policy] allocate = "none": profiles are shown and change nothing'
@@ -91,8 +92,8 @@ def advice(settings: Settings) -> Iterator[str]:
         yield f"[guard] partitions: {name!r} is no name of a partition; write each in quotes of its own"
     if not settings.agent.service:
         yield "[agent] service is empty: agents take turns locally and the service does not see them"
-    if settings.guard.min_run_s > settings.sharing.slice_s:
-        yield "[guard] min_run_s exceeds [sharing] slice_s: turns last min_run_s"
+    if settings.expert.min_run_s > settings.sharing.slice_s:
+        yield "[expert] min_run_s exceeds [sharing] slice_s: turns last min_run_s"
     if settings.service.poll_s > settings.sharing.slice_s:
         yield "[service] poll_s exceeds [sharing] slice_s: turns last poll_s"
     longest_s = 2 * MAX_FAIR_WAITS_BEHIND * PAIR * settings.sharing.slice_s
@@ -102,12 +103,12 @@ def advice(settings: Settings) -> Iterator[str]:
             f"{settings.sharing.slice_s:g} one of two jobs may be frozen for {longest_s:.0f} s, and NCCL's watchdog "
             f"ends processes after {NCCL_LIMIT_S:g} s: jobs with NCCL are frozen only if they turn it off"
         )
-    if Path(settings.guard.kill_switch).exists():
-        yield f"the kill switch {settings.guard.kill_switch} exists: the service takes no action"
+    if Path(settings.expert.kill_switch).exists():
+        yield f"the kill switch {settings.expert.kill_switch} exists: the service takes no action"
 
 
 def rows(config: Path | None) -> Iterator[Row]:
-    """Yield all settings in the order of their tables; raise ConfigError for a wrong file."""
+    """Yield all settings in the order of their tables, of [expert] what is set; raise ConfigError for a wrong file."""
     from cadenza.sidecar.config import read  # noqa: PLC0415
     from cadenza.slurm_plugin.service import settings_reference  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
@@ -118,6 +119,8 @@ def rows(config: Path | None) -> Iterator[Row]:
     for entry in settings_reference.rows():
         value = getattr(getattr(settings, entry.section), entry.key)
         source = str(origin.get((entry.section, entry.key)) or "default")
+        if entry.section == "expert" and source == "default":
+            continue
         yield Row(entry.section, entry.key, msgspec.to_builtins(value, order="deterministic"), source, entry.doc)
 
 

@@ -85,8 +85,8 @@ def in_accounting(config: Mapping[str, str]) -> Iterator[Leftover]:
 def on_this_machine(settings: Settings, own: Path, units: Path = UNITS) -> Iterator[Leftover]:
     """Yield the folders of the daemons, units that were put there by hand, and the service's user."""
     folders = {
-        own, Path(settings.service.store).parent, Path(settings.service.socket).parent,
-        Path(settings.agent.state_dir), Path(settings.agent.socket).parent,
+        own, Path(settings.service.store).parent, Path(settings.expert.jobs_socket).parent,
+        Path(settings.expert.state_dir), Path(settings.expert.socket).parent,
     }  # fmt: skip
     for unit in (*sorted(units.glob("cadenza*.service")), units / "slurmd@.service"):
         if "cadenza" in text_of(unit):
