@@ -31,6 +31,8 @@ GROUPS = {
     "test_packing": COMPUTING,
     "test_tuning": COMPUTING,
     "test_turns": COMPUTING,
+    "test_gpu_memory": "one GPU",
+    "test_static_lanes": "one GPU",
     "test_agent_tuning_job": "cgroups",
     "test_agent_tuning_v1": "cgroups",
     "test_agent_driver_inspection": "cgroups",
@@ -41,10 +43,10 @@ GROUPS = {
     "test_integrations_requested": "frameworks",
 }
 """Files whose tests one process takes, one after the other: their jobs compute at full speed while the other cluster's
-jobs mostly wait; they make Slurm's control groups on this machine, of which an agent sees all; or they import the
-frameworks, which takes longer than many a test."""
+jobs mostly wait; they share a cluster of their own; they make Slurm's control groups on this machine, of which an agent
+sees all; or they import the frameworks, which takes longer than many a test."""
 LONGEST = (
-    "test_faults", "test_hostile", COMPUTING, "test_elastic", "test_site_rules", "test_gpu_memory", "test_moves",
+    "test_faults", "test_hostile", COMPUTING, "test_elastic", "test_site_rules", "one GPU", "test_moves",
     "test_full_memory", "test_preemption", "test_gpu_acceptance", "test_profile_jobs", "frameworks", "cgroups",
     "test_agent_gpu_turns", "test_checkpoint_shards", "test_checkpoint_jobs",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import script, wait_for
-from harness import DAEMONS, DEFAULT_POLICY, KEPT, PACED_JOB, SOURCE, Cluster
+from harness import DEFAULT_POLICY, KEPT, PACED_JOB, SOURCE, Cluster
 
 HERE = Path(__file__).parent
 
@@ -51,16 +51,26 @@ def running_cluster() -> Iterator[Cluster]:
             cluster.down()
 
 
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Cluster]:
+    """One host with one GPU in two lanes of slurm.conf, and an unmanaged one like it; CADENZA_TEST_GPUS reuses one."""
+    reuse = os.environ.get("CADENZA_TEST_GPUS")
+    cluster = Cluster(reuse or f"cadenzagpus{os.getpid()}")
+    try:
+        if not reuse:
+            size = ("--nodes", 1, "--gpus-per-node", 1, "--unmanaged-nodes", 1)
+            cluster.up(*size, "--config", HERE / "fast.toml")
+        cluster.put(PACED_JOB, SOURCE.read_text())
+        yield cluster
+    finally:
+        if not reuse:
+            cluster.down()
+
+
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Cluster:
     """The cluster with an empty queue, every daemon up and the settings of fast.toml."""
-    running_cluster.reset()
-    for container, program in DAEMONS:
-        if not running_cluster.running(container, program):
-            running_cluster.service(container, "start", program)
-    if running_cluster.settings != "":
-        running_cluster.configure("")
-    wait_for("four idle lane nodes", running_cluster.ready, 60)
+    running_cluster.renew()
     return running_cluster
 
 

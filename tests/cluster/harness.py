@@ -10,6 +10,8 @@ from cluster import PYTHON, SHARED, wait_for
 KEPT = f"{SHARED}/checkpoints"
 PACED_JOB = f"{SHARED}/paced_job.py"
 FOUR_GPUS = ("--gres=gpu:4", "--cadenza")
+FOREVER = 10**6
+"""Iterations of a job that ends when its test says so."""
 DEFAULT_POLICY = '[sharing]\nshare_between_users = false\n[policy]\norder = "levels"\nshare = "preemption"\n'
 """The policy that is shipped, in place of that of fast.toml."""
 DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
@@ -42,6 +44,16 @@ class Cluster(driver.Cluster):
         for user in ("alice", "bob"):
             self.ctl("scancel", f"--user={user}", check=False)
         wait_for("an empty queue", lambda: not self.ctl("squeue", "-h").strip(), 60)
+
+    def renew(self) -> None:
+        """Empty the queue, start what a test has stopped, and go back to the settings of fast.toml."""
+        self.reset()
+        for container, program in DAEMONS:
+            if not self.running(container, program):
+                self.service(container, "start", program)
+        if self.settings != "":
+            self.configure("")
+        wait_for("four idle lane nodes", self.ready, 60)
 
     def requeue(self, job: int) -> None:
         """Requeue a job as its user, and let it start soon also where Slurm has no requeue_delay (before 25.11)."""

@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--iteration-s", type=float, default=0.02)
+    parser.add_argument("--until", type=Path, help="end as soon as this file is there")
     parser.add_argument("--claim-dir", type=Path, help="lock a file in here for each GPU while using it")
     parser.add_argument("--checkpoint", type=Path, help="file for the step")
     options = parser.parse_args()
@@ -58,7 +59,7 @@ def main() -> None:
     if step:
         session.restored(options.checkpoint, step)
     gpus.take()
-    while step < options.iterations:
+    while step < options.iterations and not (options.until and options.until.exists()):
         time.sleep(options.iteration_s)
         step += 1
         client.boundary()

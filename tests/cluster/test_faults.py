@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from cadenza.policies.sharing.turns.repair import REQUEUE_FORGOTTEN
 
 from cluster import PYTHON, wait_for
-from harness import FOUR_GPUS, PACED_JOB, Cluster
+from harness import FOREVER, FOUR_GPUS, PACED_JOB, Cluster
 
 
-def pair(cluster: Cluster, iterations: int = 250) -> tuple[int, int]:
+def pair(cluster: Cluster, iterations: int = 250, *arguments: str) -> tuple[int, int]:
     """Start two jobs on the same four GPUs of one host, and wait until both have yielded once."""
     ids = tuple(
-        cluster.paced(f"fault-{lane}", iterations=iterations, options=(*FOUR_GPUS, f"--nodelist={lane}"))
+        cluster.paced(f"fault-{lane}", *arguments, iterations=iterations, options=(*FOUR_GPUS, f"--nodelist={lane}"))
         for lane in ("node1", "node1-l1")
     )
     wait_for("turns between the two", lambda: all(yields(cluster, job) >= 1 for job in ids), 90)
@@ -30,10 +28,7 @@ def leases(cluster: Cluster, job_id: int) -> int:
 
 def kill(cluster: Cluster, container: str, program: str) -> None:
     """``kill -9`` one daemon; its supervisor starts it again."""
-    pid = cluster.exec(container, "supervisorctl", "pid", program).stdout.strip()
-    assert pid.isdigit(), pid
-    assert pid != "0", f"{program} was not running"
-    cluster.exec(container, "kill", "-9", pid)
+    cluster.signal(container, "KILL", program)
 
 
 def overlaps(cluster: Cluster, first: int) -> list[list[object]]:
@@ -57,16 +52,33 @@ def unpinned(cluster: Cluster, job_id: int) -> bool:
     return free.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "victims",
-    [[("ctl", "cadenzad")], [("node1", "cadenza-agent")], [("ctl", "cadenzad"), ("node1", "cadenza-agent")]],
-    ids=["service", "agent", "both"],
-)
-def test_jobs_outlive_a_killed_daemon(cluster: Cluster, victims: list[tuple[str, str]]) -> None:
-    jobs = pair(cluster)
-    for container, program in victims:
-        kill(cluster, container, program)
+def go_on(cluster: Cluster, jobs: tuple[int, int]) -> None:
+    """Wait until both jobs have yielded once more."""
+    before = [yields(cluster, job) for job in jobs]
+    wait_for("turns", lambda: all(yields(cluster, job) > count for job, count in zip(jobs, before, strict=True)), 90)
+
+
+def test_jobs_in_turns_outlive_whatever_is_killed(cluster: Cluster, kept: str) -> None:
+    end = f"{kept}/end"
+    jobs = pair(cluster, FOREVER, f"--until {end}")
+    service, agent = ("ctl", "cadenzad"), ("node1", "cadenza-agent")
+    for victims in ((service,), (agent,), (service, agent)):
+        for container, program in victims:
+            kill(cluster, container, program)
+        go_on(cluster, jobs)
+    # Between a yield and what follows in Slurm, no job is left stopped.
+    wait_for(
+        "one of them suspended in Slurm",
+        lambda: any(cluster.state(job) == "SUSPENDED" for job in jobs), 60, interval=0.05,
+    )  # fmt: skip
+    kill(cluster, *service)
+    go_on(cluster, jobs)
+    cluster.service("ctl", "restart", "slurmctld")
+    wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
+    go_on(cluster, jobs)
+    cluster.ctl("touch", end)
     cluster.wait_done(*jobs, timeout=120)
+    assert [cluster.job(job)["Restarts"] for job in jobs] == ["0", "0"]
     assert overlaps(cluster, jobs[0]) == []
 
 
@@ -76,26 +88,6 @@ def test_the_agents_take_turns_while_the_service_is_away(cluster: Cluster) -> No
     cluster.wait_done(*jobs, timeout=120)
     cluster.service("ctl", "start", "cadenzad")
     wait_for("the agents' notes of that time", lambda: all(leases(cluster, job) >= 2 for job in jobs), 60)
-    assert overlaps(cluster, jobs[0]) == []
-
-
-def test_a_service_killed_between_yield_and_suspend_leaves_no_job_stopped(cluster: Cluster) -> None:
-    jobs = pair(cluster)
-    wait_for(
-        "one of them suspended in Slurm",
-        lambda: any(cluster.state(job) == "SUSPENDED" for job in jobs), 60, interval=0.05,
-    )  # fmt: skip
-    pid = cluster.exec("ctl", "supervisorctl", "pid", "cadenzad").stdout.strip()
-    cluster.service("ctl", "stop", "cadenzad") if pid == "0" else kill(cluster, "ctl", "cadenzad")
-    cluster.wait_done(*jobs, timeout=120)
-    assert overlaps(cluster, jobs[0]) == []
-
-
-def test_jobs_outlive_a_restart_of_slurmctld(cluster: Cluster) -> None:
-    jobs = pair(cluster)
-    cluster.service("ctl", "restart", "slurmctld")
-    wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
-    cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
 
 
@@ -125,10 +117,10 @@ def test_a_requeue_of_ours_that_a_killed_slurmctld_forgot_is_ordered_again(clust
     wait_for("a job that saves checkpoints", lambda: cluster.lease(job).get("checkpoints"), 60)
     cluster.service("ctl", "restart", "slurmctld")  # it saves its state
     wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
-    slurmctld = cluster.exec("ctl", "supervisorctl", "pid", "slurmctld").stdout.strip()
+    slurmctld = cluster.pid("ctl", "slurmctld")
     cluster.exec("ctl", "mkdir", UNSAVED)
     try:
-        with cluster.stream("ctl", PYTHON, "-c", PULSE, str(job), slurmctld):
+        with cluster.stream("ctl", PYTHON, "-c", PULSE, str(job), str(slurmctld)):
             cluster.cadenza("move", str(job), "--to", "node2")
             runs = ("pgrep", "-f", f"^{PYTHON} {PACED_JOB}")
             wait_for("its end", lambda: not cluster.exec("node1", *runs, check=False).stdout, 60, interval=0.05)
@@ -142,7 +134,7 @@ def test_a_requeue_of_ours_that_a_killed_slurmctld_forgot_is_ordered_again(clust
 
 def test_a_lost_host_costs_its_jobs_a_restart_as_without_us_and_no_others(cluster: Cluster) -> None:
     """Slurm requeues what ran there, the yielded job too, and they finish on the other host."""
-    lost = pair(cluster, 500)
+    lost = pair(cluster, 300)
     other = cluster.paced("fault-elsewhere", iterations=300, options=(*FOUR_GPUS, "--nodelist=node2"), user="bob")
     cluster.wait_state(other, "RUNNING")
     cluster.power("node1", "kill")

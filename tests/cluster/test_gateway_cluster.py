@@ -25,7 +25,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.gateway.verbs import NODES_S
 
-from cluster import PYTHON, wait_for
+from cluster import ENGINE, PYTHON, Shell, wait_for
 from harness import Cluster
 
 USER = "cadenza"
@@ -34,9 +34,23 @@ import json, sys, time
 from cadenza.policies.core.actions import *
 from cadenza.policies.core.model import *
 from cadenza.slurm_plugin.gateway.source_gateway import *
-with automatic() as gateway:
-    print(json.dumps(eval(sys.argv[1])))
+
+def trouble(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+
+for line in sys.stdin:
+    try:
+        with automatic() as gateway:
+            answer = 0, json.dumps(eval(json.loads(line))), ""
+    except Exception as error:
+        answer = 1, "", repr(error)
+    print(json.dumps(answer), flush=True)
 """
+DRIVERS: dict[str, Shell] = {}
+"""Process of each user that evaluates expressions, each over a gateway of its own."""
 LIBRARY = "/usr/lib/x86_64-linux-gnu/slurm-wlm/libslurmfull.so"
 SOME_S = 2e9
 APPLY = "[(outcome.ok, outcome.error) for outcome in map(gateway.apply, {actions})]"
@@ -44,7 +58,10 @@ APPLY = "[(outcome.ok, outcome.error) for outcome in map(gateway.apply, {actions
 
 def drive(cluster: Cluster, expression: str, user: str = USER) -> Any:
     """Evaluate an expression over ``gateway`` where pyslurm is."""
-    return json.loads(cluster.exec("ctl", PYTHON, "-c", DRIVE, expression, user=user).stdout)
+    words = (ENGINE, "exec", "--interactive", "--user", user, f"{cluster.name}-ctl", PYTHON, "-u", "-c", DRIVE)
+    code, output, error = DRIVERS.setdefault(user, Shell(words)).ask(expression, 120)
+    assert code == 0, error
+    return json.loads(output)
 
 
 def apply(cluster: Cluster, *actions: object, user: str = USER) -> list[tuple[bool, str]]:
@@ -84,17 +101,24 @@ def node(cluster: Cluster, name: str) -> Node:
     return next(found for found in read(cluster).nodes if found.name == name)
 
 
-@pytest.fixture
-def alone(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster without its service, which would have opinions of its own, and with its lanes open.
+@pytest.fixture(scope="module")
+def without_service(running_cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster without its service, which would have opinions of its own, and with its lanes open."""
+    running_cluster.renew()
+    running_cluster.service("ctl", "stop", "cadenzad")
+    yield running_cluster
+    while DRIVERS:
+        DRIVERS.popitem()[1].close()
+    running_cluster.reset()
+    running_cluster.service("ctl", "start", "cadenzad")
 
-    A service that has just started may not have heard its agents yet, and closes the lanes.
-    """
-    wait_for("every lane open", cluster.ready, 60)
-    cluster.service("ctl", "stop", "cadenzad")
-    yield cluster
-    cluster.exec("ctl", "scancel", "--user=alice", check=False)
-    cluster.service("ctl", "start", "cadenzad")
+
+@pytest.fixture
+def alone(without_service: Cluster) -> Cluster:
+    """The cluster without its service, and with an empty queue."""
+    without_service.reset()
+    wait_for("every lane open", without_service.ready, 60)
+    return without_service
 
 
 @pytest.fixture
@@ -189,8 +213,6 @@ def test_a_read_shows_the_nodes_as_its_jobs_use_them(alone: Cluster, submit: Cal
         [True, 0],
         [True, 2],
     ]
-    # A service that has just started may have drained the lanes before its agents reported.
-    alone.ctl("scontrol", "update", "NodeName=node1-l1,node2-l1", "State=UNDRAIN")
     drain = "scontrol update NodeName=node2-l1 State=DRAIN Reason=fan"
     drained = "[node.name for node in gateway.read().nodes if node.drained]"
     steps = f"{drained}, __import__('os').system('{drain}'), time.sleep({NODES_S}), {drained}"
@@ -313,22 +335,10 @@ def test_slurm_answers_and_agents_actions_are_not_taken(alone: Cluster) -> None:
 def test_without_slurmctld_the_error_says_so(alone: Cluster) -> None:
     alone.service("ctl", "stop", "slurmctld")
     try:
-        expression = "[type(error).__name__ for error in [trouble(gateway.read)]]"
-        script = DRIVE.replace("with automatic", TROUBLE + "with automatic")
-        done = alone.exec("ctl", PYTHON, "-c", script, expression, user=USER)
-        assert json.loads(done.stdout) == ["SlurmUnavailable"]
+        assert drive(alone, "type(trouble(gateway.read)).__name__") == "SlurmUnavailable"
     finally:
         alone.service("ctl", "start", "slurmctld")
         wait_for("slurmctld", lambda: "UP" in alone.ctl("scontrol", "ping", check=False), 60)
-
-
-TROUBLE = """
-def trouble(call):
-    try:
-        call()
-    except Exception as error:
-        return error
-"""
 
 
 @pytest.mark.parametrize("source", ["json", "pyslurm"])

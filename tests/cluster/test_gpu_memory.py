@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -35,21 +32,6 @@ GPU_WORDS = (
     "import pathlib, torch, simulated_gpu; gpu = simulated_gpu.open_file(pathlib.Path('/dev/shm/gpus/0')); "
     "{}; print(gpu.drop_copy)"
 )
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Cluster]:
-    """One host with one GPU in two lanes, and an unmanaged one like it; CADENZA_TEST_GPUS reuses one."""
-    reuse = os.environ.get("CADENZA_TEST_GPUS")
-    cluster = Cluster(reuse or f"cadenzagpus{os.getpid()}")
-    try:
-        if not reuse:
-            size = ("--nodes", 1, "--gpus-per-node", 1, "--unmanaged-nodes", 1)
-            cluster.up(*size, "--config", Path(__file__).with_name("fast.toml"))
-        yield cluster
-    finally:
-        if not reuse:
-            cluster.down()
 
 
 @pytest.fixture

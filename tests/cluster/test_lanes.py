@@ -95,7 +95,7 @@ def test_a_lane_and_its_job_live_through_the_ends_of_all_daemons(cluster: Cluste
     wait_for("a new slurmd", lambda: slurmd(cluster) not in ("", first), 30)
     opened = cluster.exec("node1", "grep", "-c", "opening lane", "/var/log/cluster/cadenza-agent.log").stdout
     cluster.ctl("scontrol", "reconfigure")
-    cluster.ctl("sh", "-c", "kill -9 $(supervisorctl pid slurmctld)")
+    cluster.signal("ctl", "KILL", "slurmctld")
     wait_for("slurmctld", lambda: cluster.exec("ctl", "scontrol", "ping", check=False).returncode == 0, 30)
     cluster.wait_done(job)
     assert cluster.job(job)["NodeList"] == LANE

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
-from conftest import HERE
 
-from cluster import script, wait_for
-from harness import PACED_JOB, SOURCE, Cluster
+from cluster import wait_for
+from harness import Cluster
 
 LANE = "node1-l1"
 OBSERVE = '[service]\nmode = "observe"\n'
 SHARED_GPU = ("--gres=gpu:1", "--cadenza")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """One host with one GPU in two lanes, both in slurm.conf."""
-    made = Cluster(f"cadenzastatic{os.getpid()}")
-    try:
-        if "PYTEST_XDIST_WORKER" not in os.environ:
-            script("build")
-        made.up("--nodes", 1, "--gpus-per-node", 1, "--config", HERE / "fast.toml")
-        made.put(PACED_JOB, SOURCE.read_text())
-        yield made
-    finally:
-        made.down()
+@pytest.fixture
+def cluster(gpus: Cluster) -> Cluster:
+    """One host with one GPU in two lanes, both in slurm.conf, with an empty queue and the settings of fast.toml."""
+    gpus.reset()
+    if gpus.settings != "":
+        gpus.configure("")
+    return gpus
 
 
 def state(cluster: Cluster, node: str) -> str:

@@ -58,7 +58,8 @@ def part_of_the_longer(cluster: Cluster, short_s: int) -> tuple[float, float, in
 def test_the_shorter_job_goes_first_and_the_longer_one_has_a_turn_now_and_then(cluster: Cluster) -> None:
     _, part, _, longer = part_of_the_longer(cluster, 12)
     assert 0 < part < MOST
-    cluster.wait_done(longer)
+    step = cluster.lease(longer)["step"]
+    wait_for("the longer job's own time", lambda: cluster.lease(longer)["step"] > step)
 
 
 @pytest.mark.measurement
