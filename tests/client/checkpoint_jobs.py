@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes a second: once for all forks
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
