@@ -244,7 +244,8 @@ def main() -> int:
         command = [sys.executable, *sys.argv]
         os.execve(sys.executable, command, {**os.environ, **simulated_gpu.preloaded()})  # noqa: S606
     sys.path[:0] = [str(HERE), str(ROOT / "benchmarks"), str(HERE.parent / "client")]
-    import torch.distributed.checkpoint  # noqa: PLC0415 - the tests need it, and the forks then have it
+    import torch._dynamo  # noqa: PLC0415 - the first optimizer needs it, and the forks then have it
+    import torch.distributed.checkpoint  # noqa: PLC0415 - as do the tests
 
     build = "import simulated_gpu; simulated_gpu.library()"
     subprocess.run([sys.executable, "-c", build], cwd=HERE, check=True)  # a process that has it could not fork
