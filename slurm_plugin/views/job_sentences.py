@@ -118,7 +118,8 @@ def _time(at_s: float) -> str:
 def effect_sentence(effect: Effect) -> str:
     """Return the change, the measurement and the verdict of one decision."""
     # 1. The change, and the iteration times before and after it.
-    change = effect.now if effect.kind == "pack" else f"from {effect.was or 'its former share'} to {effect.now}"
+    to = effect.now or "where Slurm starts it"
+    change = effect.now if effect.kind == "pack" else f"from {effect.was or 'its former share'} to {to}"
     times = ""
     if effect.before_s is not None or effect.after_s is not None:
         before, after = (f"{value:.3g} s" if value is not None else "?" for value in (effect.before_s, effect.after_s))

@@ -20,6 +20,7 @@ from cadenza.sidecar.orders import VERSION, Switched
 from cadenza.slurm_plugin.service.accounting.effects import MAX_UNMEASURED_S, Effect
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.views.job_sentences import effect_sentence
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 FOUR, EIGHT = (Share("n1", 1, 4, 1000),), (Share("n1", 1, 8, 1000),)
@@ -230,3 +231,8 @@ def test_open_starts_are_watched_on_by_the_next_service(rig: Rig) -> None:
     with StoreReader(rig.path) as reader:
         (start,) = reader.starts(0.0, 9999.0)
     assert (start.at_s, start.free_s) == (1015.0, 1030.0)
+
+
+def test_a_move_to_no_host_in_particular_says_so() -> None:
+    moved = Effect(1, "migrate", 1, 0, "ada", 0.0, "makes way", "4 GPUs on node1", "")
+    assert effect_sentence(moved) == "migrate from 4 GPUs on node1 to where Slurm starts it: being measured"
