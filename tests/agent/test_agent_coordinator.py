@@ -24,7 +24,8 @@ from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
-from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, StopCoordinator
+from cadenza.sidecar.agent.turns.away_saves import FAILED_HOLD_S
+from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
 JOBS = st.sampled_from([1, 2])
@@ -83,7 +84,7 @@ class Histories(RuleBasedStateMachine):
         rank = self.host.run(JobKey(job, 0)).ranks.pop(pid, None)
         if rank is not None:
             rank.page.close()
-            self.coordinator.left_resume(self.of(job), pid)
+            self.coordinator.resumes.left(self.of(job), pid)
 
     @rule(job=JOBS, checkpoint=st.sampled_from([None, (5.0, 7.0)]))
     def order(self, job: int, checkpoint: tuple[float, float] | None) -> None:
@@ -115,7 +116,7 @@ class Histories(RuleBasedStateMachine):
         elif kind == "failed":
             self.coordinator.yielded(lease, rank, Yielded(failed="the GPU is lost"))
         elif kind in {"resumed", "standing"}:
-            self.coordinator.resumed(lease, rank, Resumed(standing=kind == "standing"))
+            self.coordinator.resumes.resumed(lease, rank, Resumed(standing=kind == "standing"))
         else:
             order = run.stop.order if run.stop else 7
             self.coordinator.checkpointed(lease, rank, Checkpointed(order, 4, paths=("/kept/4",), error=error))
@@ -127,7 +128,7 @@ class Histories(RuleBasedStateMachine):
         for rank in tuple(run.ranks.values()):
             stop = run.stop
             if stop is None:
-                self.coordinator.resumed(lease, rank, Resumed())
+                self.coordinator.resumes.resumed(lease, rank, Resumed())
             elif stop.state == "aligning":
                 self.coordinator.arrived(lease, rank, Arrived(stop.order, stop.step))
             elif stop.state == "offloading":
@@ -156,9 +157,9 @@ class Histories(RuleBasedStateMachine):
         elif what == "commit":
             self.coordinator.commit(lease)
         elif what == "cancel":
-            self.coordinator.withdraw(lease, "refused", "the service withdraws it")
+            self.coordinator.ends.withdraw(lease, "refused", "the service withdraws it")
         else:
-            self.coordinator.go_on(lease, "the service lets it go on")
+            self.coordinator.ends.go_on(lease, "the service lets it go on")
 
     @rule(hosts=st.sampled_from([1, 2]))
     def spread(self, hosts: int) -> None:
@@ -205,7 +206,7 @@ def resuming(histories: Histories) -> tuple[Lease, dict[int, Rank]]:
     for pid in (10, 11):
         histories.attach(1, pid, again=True, state="yielded")
     histories.host.leases.grant(lease, histories.time.now())
-    histories.coordinator.resume(lease)
+    histories.coordinator.resumes.resume(lease)
     assert run.resume is not None
     assert run.resume.pending == {10, 11}
     return lease, run.ranks
@@ -219,7 +220,7 @@ def test_a_job_without_room_on_its_gpus_gives_its_lease_back_once_all_ranks_say_
     histories.coordinator.yielded(lease, ranks[11], Yielded(no_room="out of memory"))
     assert lease.state == "yielded"
     assert histories.host.run(lease.key).note == "rank 1 waits for room on its GPU: out of memory"
-    histories.coordinator.grant(lease)  # a later turn
+    histories.coordinator.resumes.grant(lease)  # a later turn
     resume = histories.host.run(lease.key).resume
     assert resume is not None
     assert resume.pending == {10, 11}
@@ -230,7 +231,7 @@ def test_a_rank_without_room_tries_again_when_the_others_have_resumed() -> None:
     histories = Histories()
     lease, ranks = resuming(histories)
     histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
-    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    histories.coordinator.resumes.resumed(lease, ranks[11], Resumed())
     for _ in range(2):
         resume = histories.host.run(lease.key).resume
         assert lease.state == "held"
@@ -248,7 +249,7 @@ def posted(histories: Histories) -> dict[int, str]:
 def standing(histories: Histories) -> tuple[Lease, dict[int, Rank]]:
     """Return job 1 with its lease and two ranks, of which the second stands with its state back."""
     lease, ranks = resuming(histories)
-    histories.coordinator.resumed(lease, ranks[11], Resumed(0.5, order=9, standing=True))
+    histories.coordinator.resumes.resumed(lease, ranks[11], Resumed(0.5, order=9, standing=True))
     assert posted(histories) == {10: "resume", 11: "resume"}
     return lease, ranks
 
@@ -256,7 +257,7 @@ def standing(histories: Histories) -> tuple[Lease, dict[int, Rank]]:
 def test_ranks_that_stand_run_on_when_all_have_their_state_back() -> None:
     histories = Histories(together=(1,))
     lease, ranks = standing(histories)
-    histories.coordinator.resumed(lease, ranks[10], Resumed(standing=True))
+    histories.coordinator.resumes.resumed(lease, ranks[10], Resumed(standing=True))
     assert posted(histories) == {10: "commit", 11: "commit"}
     assert (histories.host.run(lease.key).resume, [rank.out for rank in ranks.values()]) == (None, [False] * 2)
     assert histories.host.upward[-1].copy_s == 0.5
@@ -272,9 +273,9 @@ def test_ranks_that_stand_move_out_again_when_another_has_no_room_and_the_job_gi
     assert lease.state == "yielded"
     assert histories.host.run(lease.key).note == "rank 0 waits for room on its GPU: out of memory"
     # A rank that stands later than that moves out as well.
-    histories.coordinator.grant(lease)
+    histories.coordinator.resumes.grant(lease)
     histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
-    histories.coordinator.resumed(lease, ranks[11], Resumed(standing=True))
+    histories.coordinator.resumes.resumed(lease, ranks[11], Resumed(standing=True))
     assert (posted(histories)[11], lease.state) == ("cancel", "held")
     histories.coordinator.yielded(lease, ranks[11], Yielded(bytes=9))
     assert lease.state == "yielded"
@@ -305,7 +306,7 @@ def test_a_rank_that_answers_its_resume_with_a_failed_move_ends_the_resume() -> 
     """It runs: a resume that waited for it on and on would keep the job from every further stop."""
     histories = Histories()
     lease, ranks = resuming(histories)
-    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    histories.coordinator.resumes.resumed(lease, ranks[11], Resumed())
     histories.coordinator.yielded(lease, ranks[10], Yielded(error="it failed"))
     assert histories.host.run(lease.key).resume is None
     histories.teardown()
@@ -354,7 +355,7 @@ def test_a_rank_whose_gpu_fails_while_the_others_have_their_state_back_makes_its
     """They wait for it in a collective, so that it must be requeued; its rank tries on until then."""
     histories = Histories()
     lease, ranks = resuming(histories)
-    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    histories.coordinator.resumes.resumed(lease, ranks[11], Resumed())
     said = []
     for _ in range(2):
         histories.coordinator.yielded(lease, ranks[10], Yielded(failed="the GPU is lost"))
@@ -363,7 +364,7 @@ def test_a_rank_whose_gpu_fails_while_the_others_have_their_state_back_makes_its
         assert resume.pending == {10}
         said.append(histories.host.lease_report(lease).lost)
     assert said == ["", "rank 0 cannot use its GPU: the GPU is lost"]
-    histories.coordinator.resumed(lease, ranks[10], Resumed())
+    histories.coordinator.resumes.resumed(lease, ranks[10], Resumed())
     assert histories.host.lease_report(lease).lost == ""
     histories.teardown()
 
@@ -402,7 +403,7 @@ def test_a_rank_that_arrives_after_the_commit_is_told_to_carry_it_out() -> None:
     histories = Histories()
     lease, ranks = resuming(histories)
     for rank in ranks.values():
-        histories.coordinator.resumed(lease, rank, Resumed())
+        histories.coordinator.resumes.resumed(lease, rank, Resumed())
     assert histories.coordinator.stop(lease, "service", 30.0) is None
     stop = histories.host.run(lease.key).stop
     assert stop is not None

@@ -15,7 +15,7 @@ from test_agent_turns import facts, never_together
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.jobs.stop_states import MIN_OFFLOAD_S
 from cadenza.sidecar.agent.turns.arbiter import FACT_S
-from cadenza.sidecar.agent.turns.coordinator import RETRIES_S
+from cadenza.sidecar.agent.turns.stop_ends import RETRIES_S
 from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 TIMEOUT_S = 30.0

@@ -19,7 +19,8 @@ from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.telemetry.gpu_watch import SLACK_BYTES, UNMEASURED_BYTES, GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuMemory
 from cadenza.sidecar.agent.turns.arbiter import KEPT_S
-from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, RETRIES_S
+from cadenza.sidecar.agent.turns.coordinator import LEAVE_S
+from cadenza.sidecar.agent.turns.stop_ends import RETRIES_S
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST, SECOND = 10, 20

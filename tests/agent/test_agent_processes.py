@@ -33,7 +33,8 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuMemory
 from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
-from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, LEAVE_S, StopCoordinator
+from cadenza.sidecar.agent.turns.away_saves import FAILED_HOLD_S
+from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 NOBODY = 65534
@@ -529,7 +530,7 @@ def test_a_job_whose_gpu_is_full_gets_no_lease_and_the_other_goes_on(
     assert seen.arbiter.waiting_reason(following) == text
     assert [seen.host.lease_report(one).no_room for one in (job, following)] == ["", text]
     (rank,) = seen.host.run(job.key).ranks.values()
-    seen.arbiter.coordinator.resumed(job, rank, Resumed())
+    seen.arbiter.coordinator.resumes.resumed(job, rank, Resumed())
     seen.after(seen.host.facts.slice_s + NO_ROOM_S)
     assert job.state == "held", "the job that has the GPU does not stop for it"
     driver.sizes = {}
@@ -609,8 +610,8 @@ def test_a_job_saves_a_checkpoint_when_it_yields_if_its_last_one_is_old(
     assert "its checkpoint is complete" in run.note
     for later_s, saves in ((30.0, False), (40.0, True)):
         seen.time.passed += later_s
-        coordinator._save_before_suspend(job, run)
-        assert (run.stop is not None) == saves, coordinator.save_away(job, 1.0, 0.0)
+        coordinator.saves.before_suspend(job, run)
+        assert (run.stop is not None) == saves, coordinator.saves.save(job, 1.0, 0.0)
 
 
 def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() -> None:

@@ -12,8 +12,9 @@ from cadenza.sidecar.agent.errors import LeaseConflictError
 from cadenza.sidecar.agent.jobs import stop_states
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import lease_table
-from cadenza.sidecar.agent.turns import coordinator
+from cadenza.sidecar.agent.turns import away_saves, coordinator, resumes, stop_ends
 
+PARTS = (coordinator, stop_ends, resumes, away_saves)
 TABLES = {
     "lease": (lease_table.TRANSITIONS, "waiting", set()),
     "stop": (stop_states.TRANSITIONS, "running", {"yielded", "lost"}),
@@ -33,7 +34,7 @@ def test_every_state_is_reached_and_left(name: str) -> None:
 
 
 def test_the_coordinator_uses_exactly_the_events_of_the_table() -> None:
-    text = "".join(Path(module.__file__).read_text() for module in (coordinator, stop_states))
+    text = "".join(Path(module.__file__).read_text() for module in (*PARTS, stop_states))
     body = text.replace(text[text.index("TRANSITIONS:") : text.index('"""State, event')], "")
     quoted = set(re.findall(r'"([a-z ]+)"', body))
     events = {event for _, event, _ in stop_states.TRANSITIONS}

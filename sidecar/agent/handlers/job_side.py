@@ -102,11 +102,11 @@ class JobHandler:
             case Yielded():
                 self.coordinator.yielded(lease, rank, message)
             case Resumed():
-                self.coordinator.resumed(lease, rank, message)
+                self.coordinator.resumes.resumed(lease, rank, message)
             case Checkpointed():
                 self.coordinator.checkpointed(lease, rank, message)
             case Spilled():
-                self.coordinator.spilled(lease, rank, message)
+                self.coordinator.saves.spilled(lease, rank, message)
             case Restored() | Unrestored():
                 self._arrive(lease, rank, message)
             case Detach():
@@ -131,6 +131,7 @@ class JobHandler:
             log.warning("refused JOBID=%d: %s", message.job, reason)
             self.host.outbox.post(session, "lease", state="giveup", reason=reason)
             return
+        # The peer is a task before its exec (slurm_spank_task_init_privileged): its parent is the step's slurmstepd.
         lease = self._registered(message)
         if membership.enroll(lease, session.peer.pid, batch=message.batch):
             self.host.leases.touch()
@@ -215,7 +216,14 @@ class JobHandler:
         lease = self._own_lease(session, message)
         run = self.host.run(lease.key)
         self._note_request(lease)
-        self._replace(run, session)
+        # Forget an earlier attach of the same process.
+        old = run.ranks.pop(session.peer.pid, None)
+        if old is not None:
+            old.page.close()
+            if run.resume is not None:
+                run.resume.leave(old.pid)
+            if old.session is not None and old.session is not session:
+                self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
         if not lease.occupying and not self.arbiter.up_to_date:
             self.arbiter.settle()  # the answer says whether it has a lease; no message goes before it without the rank
         page = self._new_page(run, lease)
@@ -262,16 +270,6 @@ class JobHandler:
             raise NotAuthorizedError(f"{kind}: pid {peer.pid} is no process of job {key}")
         return lease
 
-    def _replace(self, run: JobRun, session: Session) -> None:
-        """Forget an earlier attach of the same process."""
-        old = run.ranks.pop(session.peer.pid, None)
-        if old is not None:
-            old.page.close()
-            if run.resume is not None:
-                run.resume.leave(old.pid)
-            if old.session is not None and old.session is not session:
-                self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
-
     def _arrive(self, lease: Lease, rank: Rank, message: Restored | Unrestored) -> None:
         """Note how a rank of a moved job goes on; if one trains without its checkpoint, the job is not moved again."""
         run, number = self.host.run(lease.key), rank.hello.rank
@@ -286,7 +284,7 @@ class JobHandler:
         """Record that a rank will not stop any more; a stop that has not been committed is withdrawn."""
         run = self.host.run(lease.key)
         reason = f"rank {rank.hello.rank} has detached" + (f": {message.reason}" if message.reason else "")
-        self.coordinator.withdraw(lease, "refused", reason)
+        self.coordinator.ends.withdraw(lease, "refused", reason)
         self._forget_rank(lease, run, rank)
         run.detached = reason
         session.key = None
@@ -310,26 +308,22 @@ class JobHandler:
         for lease in self.host.leases:
             if any(process.pid == pid for process in lease.processes):
                 with self.host.supervise(lease.key, "the end of a process"):
-                    self._remove_process(lease, pid)
-
-    def _remove_process(self, lease: Lease, pid: int) -> None:
-        """Remove a process that ended from its job."""
-        run = self.host.run(lease.key)
-        run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
-        lease.processes = tuple(process for process in lease.processes if process.pid != pid)
-        self.host.leases.touch()
-        if rank := run.ranks.get(pid):
-            self._forget_rank(lease, run, rank)
-        if not lease.processes:
-            run.empty_since = self.host.clock.monotonic()
-            if run.batch_ended:
-                self.drop(lease, "its batch script ended")
+                    run = self.host.run(lease.key)
+                    run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
+                    lease.processes = tuple(process for process in lease.processes if process.pid != pid)
+                    self.host.leases.touch()
+                    if rank := run.ranks.get(pid):
+                        self._forget_rank(lease, run, rank)
+                    if not lease.processes:
+                        run.empty_since = self.host.clock.monotonic()
+                        if run.batch_ended:
+                            self.drop(lease, "its batch script ended")
 
     def _forget_rank(self, lease: Lease, run: JobRun, rank: Rank) -> None:
         """Take a rank out of its job and out of a resume under way."""
         run.ranks.pop(rank.pid, None)
         rank.page.close()
-        self.coordinator.left_resume(lease, rank.pid)
+        self.coordinator.resumes.left(lease, rank.pid)
 
     def drop(self, lease: Lease, reason: str) -> None:
         """Forget a job."""
@@ -345,16 +339,13 @@ class JobHandler:
         log.info("left JOBID=%s: %s", lease.key, reason)
         others = any(other.job == lease.job for other in self.host.leases)
         if not others and lease.state != "waiting":
-            self._keep_gpus_of_survivors(lease)
+            # Keep the GPUs of a job that has left from others while processes of it live on, as after a failed kill.
+            now = self.host.clock.monotonic()
+            for pid in sorted(membership.pids_of(lease)):
+                if (ticks := start_ticks(pid)) is not None:
+                    self.host.taken.append(Taken(pid, ticks, frozenset(lease.gpus), lease.job, now))
         if not others and not lease.running_processes(start_ticks):
             shm_cleanup.remove_soon(lease.uid, lease.job)
-
-    def _keep_gpus_of_survivors(self, lease: Lease) -> None:
-        """Keep the GPUs of a job that has left from others while processes of it live on, as after a failed kill."""
-        now = self.host.clock.monotonic()
-        for pid in sorted(membership.pids_of(lease)):
-            if (ticks := start_ticks(pid)) is not None:
-                self.host.taken.append(Taken(pid, ticks, frozenset(lease.gpus), lease.job, now))
 
     # --- timers --------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from operator import attrgetter
 
 import msgspec
 
@@ -29,7 +29,12 @@ MIN_REPORT_INTERVAL_S = 0.05
 MIN_WEIGHT = 1e-6
 """Weight below which no share follows."""
 
-Notable: TypeAlias = tuple[object, ...]
+NOTABLE = attrgetter("rotating", "prefetched", "taken", "faults", "lane_faults")
+NOTABLE_OF_JOB = attrgetter(
+    "job", "restart", "state", "ready", "ranks", "managed", "gpus", "note", "requeue_owner", "checkpoints",
+    "saves_away", "saving", "saved", "unrestored", "stalls", "lost", "tuned", "pack", "amiss",
+)  # fmt: skip
+"""Parts of a report whose change is worth sending at once."""
 
 
 @dataclass
@@ -66,9 +71,9 @@ class ServiceHandler:
             case orders.CommitOrder():
                 self.coordinator.commit(lease)
             case orders.CancelOrder():
-                self.coordinator.withdraw(lease, "refused", order.reason)
+                self.coordinator.ends.withdraw(lease, "refused", order.reason)
             case orders.ResumeOrder():
-                self.coordinator.go_on(lease, "the service lets it go on")
+                self.coordinator.ends.go_on(lease, "the service lets it go on")
                 run = self.host.run(lease.key)
                 run.seen = None  # Slurm's resume came before this order: an earlier look at its processes is no use
                 run.preferred_until = self.host.clock.monotonic() + PREFERENCE_S
@@ -97,7 +102,7 @@ class ServiceHandler:
         if isinstance(stop, AwayStop):
             stop.hold_s = max(stop.hold_s, order.hold_s)
             return
-        if reason := self.coordinator.save_away(lease, order.save_s, order.hold_s, goal=order.goal):
+        if reason := self.coordinator.saves.save(lease, order.save_s, order.hold_s, goal=order.goal):
             log.info("cannot save JOBID=%s: %s", lease.key, reason)
             self.host.report_switch(lease, "refused", note=reason)
 
@@ -149,7 +154,7 @@ class Reporter:
     lacks: Callable[[], tuple[str, ...]]
     prefetched: Callable[[], tuple[orders.Prefetched, ...]]
     lane_faults: Callable[[], tuple[str, ...]]
-    _last: Notable = ()
+    _last: tuple[object, ...] = ()
     _sent_at: float = float("-inf")
 
     def due(self) -> orders.Report | None:
@@ -158,11 +163,16 @@ class Reporter:
         if now - self._sent_at < MIN_REPORT_INTERVAL_S:
             return None
         report = self._report()
-        notable = _notable(report)
+        notable = (*NOTABLE(report), *map(NOTABLE_OF_JOB, report.leases))
         if notable == self._last and now - self._sent_at < self.host.settings.expert.heartbeat_s:
             return None
         self._last, self._sent_at = notable, now
-        return self._readable(report)
+        try:
+            msgspec.json.decode(msgspec.json.encode(report), type=orders.Report)
+        except (msgspec.MsgspecError, ValueError):
+            leases = zip(report.leases, self.host.leases, strict=True)
+            return msgspec.structs.replace(report, leases=tuple(self._readable_part(*pair) for pair in leases))
+        return report
 
     def _report(self) -> orders.Report:
         """Return the state of this host and its jobs."""
@@ -192,53 +202,9 @@ class Reporter:
             )
         return self.host.lease_report(lease)
 
-    def _readable(self, report: orders.Report) -> orders.Report:
-        """Return a report that the service can read: the jobs whose part it could not read are left alone."""
-        try:
-            msgspec.json.decode(msgspec.json.encode(report), type=orders.Report)
-        except (msgspec.MsgspecError, ValueError):
-            leases = zip(report.leases, self.host.leases, strict=True)
-            return msgspec.structs.replace(report, leases=tuple(self._readable_part(*pair) for pair in leases))
-        return report
-
     def _readable_part(self, part: orders.LeaseReport, lease: Lease) -> orders.LeaseReport:
         """Return a job's part of a report if it can be read; otherwise leave the job alone, and say so."""
         with self.host.supervise(lease.key, "its report"):
             msgspec.json.decode(msgspec.json.encode(part), type=orders.LeaseReport)
             return part
         return self.host.lease_report(lease)
-
-
-def _notable(report: orders.Report) -> Notable:
-    """Return the part of a report whose change is worth sending at once."""
-    return (
-        report.rotating,
-        report.prefetched,
-        report.taken,
-        report.faults,
-        report.lane_faults,
-        *(
-            (
-                one.job,
-                one.restart,
-                one.state,
-                one.ready,
-                one.ranks,
-                one.managed,
-                one.gpus,
-                one.note,
-                one.requeue_owner,
-                one.checkpoints,
-                one.saves_away,
-                one.saving,
-                one.saved,
-                one.unrestored,
-                one.stalls,
-                one.lost,
-                one.tuned,
-                one.pack,
-                one.amiss,
-            )
-            for one in report.leases
-        ),
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -237,21 +238,9 @@ Message: TypeAlias = (
 )
 
 KINDS: dict[str, type[Message]] = {
-    "start": Start,
-    "end": End,
-    "ask": Ask,
-    "attach": Attach,
-    "arrived": Arrived,
-    "yielded": Yielded,
-    "resumed": Resumed,
-    "checkpointed": Checkpointed,
-    "restored": Restored,
-    "unrestored": Unrestored,
-    "unready": Unready,
-    "spilled": Spilled,
-    "detach": Detach,
-    "requeued_by": RequeuedBy,
+    re.sub(r"(?<!^)([A-Z])", r"_\1", kind.__name__).lower(): kind for kind in get_args(Message)
 }
+"""A message's class by its ``type``: ``requeued_by`` is RequeuedBy."""
 
 
 def parse(packet: bytes) -> Message:

@@ -89,7 +89,7 @@ class Arbiter:
             if lease is not None and self._may_start(lease):
                 lease.vtime_s = turn.vtimes.get(key, lease.vtime_s)
                 with self.host.supervise(key, "granting its lease"):
-                    self.coordinator.grant(lease)
+                    self.coordinator.resumes.grant(lease)
         # 3. Jobs yield whose turn is over.
         for key in turn.yields:
             if (lease := self.host.leases.get(key)) is not None:
@@ -183,7 +183,8 @@ class Arbiter:
         if watch is None or not lease.gpu_bytes or any(map(lease.packed_with, self.host.leases.rivals(lease))):
             return True
         if run.grant_at is None:  # the look by which the last holder was seen to be out is new enough
-            run.grant_at = max((self.host.run(one.key).out_at for one in self._rivals_out(lease)), default=now)
+            out = [one for one in self.host.leases.rivals(lease) if one.state == "yielded"]
+            run.grant_at = max((self.host.run(one.key).out_at for one in out), default=now)
             run.grant_at = run.grant_at if now - run.grant_at < FRESH_S else now
         since = run.grant_at
         if not watch.looked_since(since, lease.gpus):
@@ -250,9 +251,6 @@ class Arbiter:
     def _kept(self, run: JobRun) -> Mapping[int, int]:
         """Return the memory that a job keeps while it is out, as measured lately; nothing if it was not."""
         return run.kept if self.host.clock.monotonic() - run.kept_at < KEPT_S else {}
-
-    def _rivals_out(self, lease: Lease) -> list[Lease]:
-        return [other for other in self.host.leases.rivals(lease) if other.state == "yielded"]
 
     def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:
         """Return True while Slurm has to act before the job for which another one has yielded may run.

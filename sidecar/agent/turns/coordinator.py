@@ -6,41 +6,30 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.policies.core.model import MAX_REFUSALS
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
-from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Spilled, Yielded
+from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Yielded
 from cadenza.sidecar.agent.jobs.host_state import MEMORY_MARGIN, Host
-from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun, Rank, Resume
+from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import NO_LOOK, GpuWatch, Look
 from cadenza.sidecar.agent.turns import gpu_room
+from cadenza.sidecar.agent.turns.away_saves import FAILED_HOLD_S, FAILED_SAVE_S, AwaySaves
 from cadenza.sidecar.agent.turns.gpu_room import may_keep
+from cadenza.sidecar.agent.turns.resumes import Resumes
+from cadenza.sidecar.agent.turns.stop_ends import RETRIES_S, TURNS, StopEnds
 from cadenza.sidecar.bounds import MAX_NUMBER, MAX_TEXT
 from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
 log = logging.getLogger(__name__)
 
-TOLD_SURVEY_S = 0.01
-"""A look at a rank's state that takes longer at the boundary is told with the yield: the GPU waits for it."""
-RETRIES_S = (15.0, 60.0, 300.0, 1800.0)
-"""Pause after a stop that failed, and after the second, third and each further one in a row, before the job is asked
-again: a stop that fails late costs seconds of its GPUs' time."""
 MEASURE_S = 1.0
 """Longest wait for the driver's look at the ranks' memory before they move it out, in seconds."""
 LEAVE_S = 5.0
 """Longest time until the driver must see that a job has left its GPUs, after all its ranks say so."""
-SAVE_S = 900.0
-"""Longest time for a checkpoint from host memory that no move waits for, in seconds."""
-FAILED_SAVE_S = 900.0
-FAILED_HOLD_S = 60.0
-"""Longest times for the checkpoint of a job whose GPU fails, and for the requeue after it, in seconds; without a
-requeue it tries its GPUs again."""
-TURNS = frozenset({"service", "turn", "exclusive"})
-"""Causes of a yield by which another job is to have the GPUs."""
 STEPS_SPACING_S = 0.05
 """Least time between two messages that only report a multi-node job's progress."""
 
@@ -62,6 +51,9 @@ class StopCoordinator:
 
     def __post_init__(self) -> None:
         self.driver.ends = self
+        self.saves = AwaySaves(self.host)
+        self.resumes = Resumes(self.host, self.driver, self._leave_gpus)
+        self.ends = StopEnds(self.host, self.resumes, self.saves)
 
     def stop(
         self,
@@ -102,37 +94,16 @@ class StopCoordinator:
             self._freeze(lease, run.stop)
         return None
 
-    def save_away(
-        self, lease: Lease, save_s: float, hold_s: float, origin: str = "service", goal: str = ""
-    ) -> str | None:
-        """Have a job that has yielded save a checkpoint without its GPUs; return the reason if that is refused.
-
-        ``save_s`` and ``hold_s`` are the longest times for saving and for the requeue then; ``goal`` as in ``stop``.
-        """
-        run, now = self.host.run(lease.key), self.host.clock.monotonic()
-        if lease.state != "yielded" or run.stop is not None:
-            return f"its lease is {lease.state}"
-        if reason := run.unsavable_reason(lease, now):
-            return reason
-        if lease.frozen or not run.can_checkpoint_away or not all(rank.out for rank in run.ranks.values()):
-            return "not all its ranks can save a checkpoint from host memory: see client.checkpoint()"
-        stop = AwayStop(self.host.next_order(), origin, now, 0.0, save_s=save_s, hold_s=hold_s, goal=goal)
-        run.stop = stop
-        for rank in run.ranks.values():
-            self.host.outbox.post(rank.session, "save", order=stop.order, goal=goal)
-        log.info("save JOBID=%s order=%d", lease.key, stop.order)
-        return None
-
     def advance(self, lease: Lease) -> None:
         """Move a job's turn on, from the order to stop to the end of its lease; called in each pass of the event loop.
 
-        The next turn begins where the arbiter finds the GPUs free: see ``grant``, ``resume`` and ``resumed``.
+        The next turn begins where the arbiter finds the GPUs free: see ``Resumes``.
         """
         run = self.host.run(lease.key)
         # 1. Ranks that run without a lease get a stop of their own; a job that is out saves if its GPUs have failed.
         if run.stop is None and run.runs_unleased(lease):
             self._stop_unleased(lease, run)
-        self._save_if_gpus_failed(lease, run)
+        self.saves.if_gpus_failed(lease, run)
         stop = run.stop
         if stop is None or stop.state == "freezing":
             return
@@ -142,13 +113,19 @@ class StopCoordinator:
         # 3. Moving out, saving, or the requeue after it, may take too long; all processes may end.
         elif expiry := stop.on_timeout(self.host.clock.monotonic()):
             run.refusals += isinstance(stop, YieldStop)
-            self._run_on(lease, run, *expiry)
+            self.ends.run_on(lease, run, *expiry)
         elif not run.ranks and not run.checkpointed:
-            self._run_on(lease, run, "fail", f"all its processes ended while {stop.state}")
+            self.ends.run_on(lease, run, "fail", f"all its processes ended while {stop.state}")
         # 4. All have saved their part: the job stands still for its requeue.
         elif isinstance(stop, CheckpointStop):
             if stop.saved_at is None and run.ranks.keys() <= stop.saved_pids:
-                self._complete_checkpoint(lease, run, stop)
+                stop.move("all saved")
+                stop.saved_at = run.saved_at = self.host.clock.monotonic()
+                run.file_system = self.host.file_system_of(run, stop.paths)
+                self.ends.report(lease, stop, "checkpoint", run.note)
+                if run.followed:
+                    self.host.upward.append(self.host.files(lease, stop.paths))
+                log.info("checkpoint JOBID=%s save_s=%.3f bytes=%d", lease.key, stop.copy_s, stop.bytes)
         # 5. All have moved their state out: the lease ends, after the driver path took the rest where that is wanted.
         elif all(rank.out for rank in run.ranks.values()):
             self._leave_gpus(lease, run, stop)
@@ -170,19 +147,19 @@ class StopCoordinator:
             useless = "" if busy else self._useless(lease, run, stop, kept)
         # 2. The lease ends, or the job keeps it.
         if useless:
-            self._run_on(lease, run, "fail", useless)
+            self.ends.run_on(lease, run, "fail", useless)
         elif not busy:
             stop.bytes = max(stop.bytes, sum(rank.moved for rank in run.ranks.values()))
             needs, run.out_at = self._needs(lease, run), stop.out_at
             lease.gpu_bytes = tuple(needs[gpu] for gpu in lease.gpus) if needs else ()
             lease.left_bytes = tuple(kept[gpu] for gpu in lease.gpus)
-            self._release(lease, run, stop, "all offloaded")
+            self.ends.release(lease, run, stop, "all offloaded")
             if stop.origin == "failed":
-                refusal = self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
+                refusal = self.saves.save(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
                 run.note = f"{run.note}; {refusal}" if refusal else run.note
         elif now - stop.out_at > LEAVE_S:
             run.refusals += 1
-            self._run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
+            self.ends.run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
 
     def _needs(self, lease: Lease, run: JobRun) -> dict[int, int]:
         """Return the memory of each GPU that a job needs to go on, by its ranks' word; nothing if they have no GPU."""
@@ -220,15 +197,15 @@ class StopCoordinator:
             log.info("left to the driver JOBID=%s: %s", lease.key, plan.reason)
             self._freeze(lease, stop)
         elif isinstance(plan, Cancel):
-            self.withdraw(lease, plan.kind, plan.reason)
+            self.ends.withdraw(lease, plan.kind, plan.reason)
         # 4. All have arrived: they move their state out or save it, if the host has memory for it, and it helps anyone.
         elif shortage:
-            self.withdraw(lease, "refused", shortage)
+            self.ends.withdraw(lease, "refused", shortage)
         elif useless and run.may_freeze(lease):
             log.info("left to the driver JOBID=%s: %s", lease.key, useless)
             self._freeze(lease, stop)
         elif useless:
-            self.withdraw(lease, "refused", useless, counts=False)
+            self.ends.withdraw(lease, "refused", useless, counts=False)
         elif isinstance(plan, Commit):
             self.commit(lease)
 
@@ -246,19 +223,6 @@ class StopCoordinator:
         run.note = f"{loss}; all its ranks stop at one boundary"
         log.warning("runs without a lease JOBID=%s: %s", lease.key, run.note)
         run.stop = UnleasedStop(self.host.next_order(), "unleased", now, self.host.facts.yield_timeout_s)
-
-    def _save_if_gpus_failed(self, lease: Lease, run: JobRun) -> None:
-        """Have a job that is out save a checkpoint from host memory when the driver says that a GPU of it has failed.
-
-        That happens once: a rank keeps the reason until its state is back. The ranks of several hosts save together.
-        """
-        out = lease.state == "yielded" and run.stop is None and lease.hosts == 1 and run.can_checkpoint_away
-        faults = self.host.gpu_faults() if out and not any(rank.failed for rank in run.ranks.values()) else {}
-        failed = [gpu for gpu in lease.gpus if gpu in faults]
-        if failed and self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed") is None:
-            run.note = f"GPU {failed[0]} has failed: {faults[failed[0]]}"
-            for rank in run.ranks.values():
-                rank.failed = run.note
 
     def raise_stop_step(self, lease: Lease, step: int, *, by_service: bool = False) -> None:
         """Tell all ranks to stop at a later boundary; a rank that stands at an earlier one goes on."""
@@ -359,123 +323,6 @@ class StopCoordinator:
         stop.move("hand to driver")
         self.driver.freeze(lease)
 
-    def _complete_checkpoint(self, lease: Lease, run: JobRun, stop: CheckpointStop) -> None:
-        """Report a checkpoint that every rank has saved; the ranks stand on."""
-        stop.move("all saved")
-        stop.saved_at = run.saved_at = self.host.clock.monotonic()
-        run.file_system = self.host.file_system_of(run, stop.paths)
-        self._report_stop(lease, stop, "checkpoint", run.note)
-        if run.followed:
-            self.host.upward.append(self.host.files(lease, stop.paths))
-        log.info("checkpoint JOBID=%s save_s=%.3f bytes=%d", lease.key, stop.copy_s, stop.bytes)
-
-    # --- ends of a stop ------------------------------------------------------------------------------------
-
-    def withdraw(self, lease: Lease, kind: str, reason: str, *, counts: bool = True) -> None:
-        """End a stop before its commit; the job runs on and is left alone for a while.
-
-        That ``counts`` as refused, unless the ranks came to no boundary at which a checkpoint can be saved.
-        """
-        run = self.host.run(lease.key)
-        stop = run.stop
-        if stop is None or stop.committed:
-            return
-        passed = run.passed
-        run.refusals += counts and not passed
-        reason = f"no save point: {passed} ({reason})" if passed else reason
-        stop.move("withdraw")
-        self._send_on(run, stop, reason)
-        self._end_failed(lease, run, stop, kind, reason)
-        log.info("stop withdrawn JOBID=%s %s: %s", lease.key, kind, reason)
-
-    def _run_on(self, lease: Lease, run: JobRun, event: str, reason: str) -> None:
-        """End a stop that was committed: ranks that moved out come back, and the job keeps its lease."""
-        stop = run.stop
-        if stop is None:
-            return
-        stop.move(event)
-        if isinstance(stop, CheckpointStop):
-            self._send_on(run, stop, reason)
-        if event == "go on":  # its checkpoint was complete and is reported: nothing failed
-            run.stop, run.note = None, reason
-            stop.give_back(self.host.leases, lease, self.host.clock.now())
-            log.info("goes on JOBID=%s: %s", lease.key, reason)
-            return
-        for rank in run.ranks.values():
-            rank.page.order(0, 0)
-        self._end_failed(lease, run, stop, "refused", reason)
-        log.warning("stop failed JOBID=%s refusals=%d: %s", lease.key, run.refusals, reason)
-
-    def go_on(self, lease: Lease, reason: str) -> None:
-        """Let a job that stands after its checkpoint train on; any other is not affected."""
-        run = self.host.run(lease.key)
-        if run.checkpointed:
-            self._run_on(lease, run, "go on", reason)
-
-    def _send_on(self, run: JobRun, stop: Stop, reason: str, *, staying: bool = False) -> None:
-        """Tell ranks at a boundary, or on their way to it, that this stop is over; ``staying``: unless they are out."""
-        for rank in run.ranks.values():
-            if staying and rank.out:
-                continue
-            rank.arrived, rank.refused = None, ""
-            rank.page.order(stop.order, 0)
-            self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)
-
-    def _end_failed(self, lease: Lease, run: JobRun, stop: Stop, kind: str, reason: str) -> None:
-        """Report a stop that failed, to the job's output too, and let the job run."""
-        self._report_stop(lease, stop, kind, reason)
-        run.stop, run.note = None, reason
-        now, pause_s = self.host.clock.monotonic(), RETRIES_S[min(max(run.refusals, 1), len(RETRIES_S)) - 1]
-        if isinstance(stop, CheckpointStop):
-            run.save_retry_at = now + RETRIES_S[0]
-            run.retry_at = max(run.retry_at, run.save_retry_at)
-        else:
-            run.retry_at = now + pause_s
-            self._tell_owner(run, stop, reason, pause_s)
-        stop.give_back(self.host.leases, lease, self.host.clock.now())
-        self.resume(lease)
-
-    def _tell_owner(self, run: JobRun, stop: Stop, reason: str, pause_s: float) -> None:
-        """Have one rank write to the job's output why it keeps its GPUs although its turn is over."""
-        rank = min(run.connected, key=lambda rank: rank.hello.rank, default=None)
-        if rank is None or stop.origin not in TURNS:
-            return
-        more = " From now on it counts as one that cannot be stopped." if run.refusals == MAX_REFUSALS else ""
-        text = f"this job keeps its GPUs although others wait: {reason} (next try in {pause_s:.0f} s).{more}"
-        self.host.outbox.post(rank.session, "note", text=printable(text, MAX_TEXT))
-
-    def _release(self, lease: Lease, run: JobRun, stop: Stop, event: str) -> None:
-        """Take the lease of a job that uses its GPUs no more."""
-        stop.move(event)
-        run.stop, run.refusals = None, 0
-        for rank in run.ranks.values():
-            rank.page.order(stop.order, 0)
-        surveyed = f"its state was found in {stop.survey_s * 1e3:.1f} ms" if stop.survey_s >= TOLD_SURVEY_S else ""
-        self._report_stop(lease, stop, "yield", "; ".join(filter(None, (run.note, surveyed))))
-        stretch = stop.end(self.host.leases, lease, self.host.clock.now())
-        if stretch is not None:
-            self.host.report_stretch(stretch)
-        log.info(
-            "yielded JOBID=%s gpus=%s boundary_s=%.3f survey_s=%.3f copy_s=%.3f",
-            lease.key, lease.gpus, stop.boundary_s, stop.survey_s, stop.copy_s,
-        )  # fmt: skip
-        self._save_before_suspend(lease, run)
-
-    def _save_before_suspend(self, lease: Lease, run: JobRun) -> None:
-        """Have a job that has just yielded save a checkpoint if its last one is old; Slurm suspends it after that.
-
-        Its ranks stand at one boundary, and those of several hosts would have to save together.
-        """
-        period_s = self.host.settings.agent.save_before_suspend_s
-        fresh = run.saved_at is not None and self.host.clock.monotonic() - run.saved_at < period_s
-        if period_s and not fresh and lease.state == "yielded" and lease.hosts == 1:
-            self.save_away(lease, SAVE_S, 0.0, "preemption")
-
-    def _report_stop(self, lease: Lease, stop: Stop, kind: str, note: str) -> None:
-        """Report the times of a stop so far."""
-        total = self.host.clock.monotonic() - stop.began
-        self.host.report_switch(lease, kind, (stop.boundary_s or total, stop.copy_s, total), stop.bytes, note)
-
     # --- messages of the ranks -----------------------------------------------------------------------------
 
     def arrived(self, lease: Lease, rank: Rank, message: Arrived) -> None:
@@ -518,24 +365,14 @@ class StopCoordinator:
                 run.note = f"rank {rank.hello.rank} keeps on the GPU: {', '.join(message.resident)}"
             if message.error:
                 run.refusals += 1
-                self._run_on(lease, run, "fail", message.error)
+                self.ends.run_on(lease, run, "fail", message.error)
         elif lease.state == "held" and (message.no_room or message.failed):
             self._not_restored(lease, run, rank, message)
         elif lease.state == "held":
-            self._answer_holder(lease, run, rank)
-
-    def _answer_holder(self, lease: Lease, run: JobRun, rank: Rank) -> None:
-        """Go on with a holder's rank that is out because its resume was withdrawn or the order is lost, or is not."""
-        resume = run.resume
-        if resume is not None:
-            resume.leave(rank.pid)
-        if resume is None or (rank.out and not resume.refused):
-            self.resume(lease)
-        else:
-            self._settle_resume(lease, run, resume)
+            self.resumes.answered(lease, run, rank)
 
     def _not_restored(self, lease: Lease, run: JobRun, rank: Rank, message: Yielded) -> None:
-        """Note that a rank's state cannot come back to its GPU; see ``_settle_resume`` for the job.
+        """Note that a rank's state cannot come back to its GPU; see ``Resumes.settle`` for the job.
 
         A GPU that fails once more while other ranks have theirs back makes the job lost.
         """
@@ -556,7 +393,7 @@ class StopCoordinator:
         if run.resume is None:
             run.resume = Resume(self.host.clock.monotonic(), set())
         run.resume.refused = "no room" if not message.failed else "failed again" if repeated else "failed"
-        self.left_resume(lease, rank.pid)
+        self.resumes.left(lease, rank.pid)
 
     def checkpointed(self, lease: Lease, rank: Rank, message: Checkpointed) -> None:
         """Record that a rank has saved its part; if one could not, the stop is over and the job runs on."""
@@ -567,7 +404,7 @@ class StopCoordinator:
             return
         if message.failure:
             reason = f"rank {rank.hello.rank} could not save a checkpoint: {message.failure}"
-            self._run_on(lease, run, "fail", reason)
+            self.ends.run_on(lease, run, "fail", reason)
             return
         stop.saved_pids.add(rank.pid)
         stop.paths = (*dict.fromkeys((*stop.paths, *message.paths)),)
@@ -579,143 +416,28 @@ class StopCoordinator:
         if message.lost_s:
             run.note += f"; {message.lost_s:.0f} s of training since then are repeated"
 
-    def spill(self, lease: Lease, reason: str) -> None:
-        """Have the ranks of a job that is out move their state from host memory to their disk."""
-        run, number = self.host.run(lease.key), self.host.next_order()
-        run.eviction = Eviction(reason, self.host.clock.monotonic(), set(run.ranks))
-        for rank in run.ranks.values():
-            self.host.outbox.post(rank.session, "spill", order=number)
-        log.warning("spill JOBID=%s order=%d: %s", lease.key, number, reason)
-
-    def spilled(self, lease: Lease, rank: Rank, message: Spilled) -> None:
-        """Record that a rank's state is on disk; one that could not move it is not asked again."""
-        run = self.host.run(lease.key)
-        if run.eviction is None or rank.pid not in run.eviction.spilling:
-            return
-        rank.on_disk, result = True, f"its state is on disk: {run.eviction.reason}"
-        if message.error:
-            result = f"rank {rank.hello.rank} could not move its state to disk: {message.error}"
-            run.spilled_from_mb = 0
-        run.note = result
-        log.info("spilled JOBID=%s rank=%d seconds=%.1f: %s", lease.key, rank.hello.rank, message.seconds, result)
-        run.eviction.spilling.discard(rank.pid)
-        if not run.eviction.spilling:
-            run.eviction = None
-
     def joined(self, lease: Lease, rank: Rank) -> None:
         """Bring a rank that has just attached, perhaps not for the first time, to the state of its job."""
         run = self.host.run(lease.key)
         if not rank.hello.again:  # a new client: forget the failures of the one before, and a stop by its steps
-            self.withdraw(lease, "refused", "its process attached anew")
+            self.ends.withdraw(lease, "refused", "its process attached anew")
             run.retry_at = run.save_retry_at = 0.0
             run.kept = {}
         reported_out = rank.hello.state == "yielded"
         rank.out = reported_out or not (lease.occupying or rank.hello.in_step)
         if not rank.out:
-            self.left_resume(lease, rank.pid)
+            self.resumes.left(lease, rank.pid)
         stop = run.stop
         if run.driver:
             return
         if stop is None:
-            self.resume(lease)
+            self.resumes.resume(lease)
         elif not stop.committed:
             if stop.step:
                 self._tell_stop_step(rank, stop)
         elif not reported_out or isinstance(stop, AwayStop):
             run.refusals += isinstance(stop, YieldStop)
-            self._run_on(lease, run, "fail", f"rank {rank.hello.rank} lost its connection and went on")
-
-    # --- resume --------------------------------------------------------------------------------------------
-
-    def grant(self, lease: Lease) -> None:
-        """Give a job its lease: waiting SPANK plugins and ranks hear of it once it is on disk."""
-        self.host.leases.grant(lease, self.host.clock.now())
-        run = self.host.run(lease.key)
-        run.preferred_until = 0.0
-        self.host.taken = [taken for taken in self.host.taken if not (taken.early and taken.job == lease.job)]
-        log.info("lease granted JOBID=%s gpus=%s managed=%s", lease.key, lease.gpus, lease.managed)
-        for waiter in run.waiters:
-            self.host.outbox.post(waiter.session, "lease", state="granted")
-        run.waiters.clear()
-        self.resume(lease)
-
-    def resume(self, lease: Lease) -> None:
-        """Tell all ranks of a holder that are out, and have not been told yet, to take their state back.
-
-        Processes that the driver path has frozen come back first; ``thawed`` calls this again then.
-        """
-        if not lease.occupying:
-            return
-        if lease.frozen:
-            self.driver.thaw(lease)
-            return
-        run = self.host.run(lease.key)
-        pending = run.resume.pending | run.resume.standing.keys() if run.resume else set()
-        out = {pid for pid, rank in run.ranks.items() if rank.out and rank.session is not None} - pending
-        if not out:
-            return
-        number = self.host.next_order()
-        if run.resume is None:
-            run.resume = Resume(self.host.clock.monotonic(), set(), together=run.may_resume_together(lease))
-        run.resume.pending |= out
-        for pid in out:
-            rank = run.ranks[pid]
-            rank.page.order(number, 0)
-            self.host.outbox.post(rank.session, "resume", order=number, together=run.resume.together)
-        log.info("resume JOBID=%s ranks=%d", lease.key, len(out))
-
-    def resumed(self, lease: Lease, rank: Rank, message: Resumed) -> None:
-        """Record that a rank has its state back; ``standing``: it runs on when the others have theirs."""
-        run = self.host.run(lease.key)
-        resume = run.resume
-        if resume is not None:
-            resume.copy_s = max(resume.copy_s, message.copy_s)
-        if message.standing and resume is None:
-            self.host.outbox.post(rank.session, "commit", order=message.order)
-        elif message.standing and resume is not None:
-            resume.leave(rank.pid)
-            resume.standing[rank.pid] = message.order
-            self._settle_resume(lease, run, resume)
-        else:
-            rank.out, rank.failed, run.stuck = False, "", ""
-            self.left_resume(lease, rank.pid)
-
-    def left_resume(self, lease: Lease, pid: int) -> None:
-        """Take a rank out of the resume under way."""
-        run = self.host.run(lease.key)
-        if run.resume is not None:
-            run.resume.leave(pid)
-            self._settle_resume(lease, run, run.resume)
-
-    def _settle_resume(self, lease: Lease, run: JobRun, resume: Resume) -> None:
-        """End a resume that all ranks have answered: the job runs, or gives its lease back as after a yield.
-
-        It gives it back if the state of a rank cannot come back and no rank runs; ranks that stand move theirs out
-        again before. A rank that runs waits in a collective for the others, which therefore try again.
-        """
-        now = self.host.clock.monotonic()
-        gives_back = bool(resume.refused) and lease.state == "held" and run.all_out_here(lease)
-        # 1. Ranks that stand run on together, or move out again.
-        for pid, order in (*resume.standing.items(),) if gives_back or not resume.pending else ():
-            rank, rank.out = run.ranks[pid], gives_back
-            resume.leave(pid)
-            if gives_back:
-                resume.pending.add(pid)
-                self.host.outbox.post(rank.session, "cancel", order=order, reason=run.note)
-            else:
-                self.host.outbox.post(rank.session, "commit", order=order)
-        if resume.pending:
-            return
-        # 2. All have answered.
-        run.resume = None
-        if gives_back:
-            self.host.leases.stop(lease, self.host.clock.now())
-            run.stop = YieldStop(0, resume.refused, now, 0.0, state="offloading")
-            self._leave_gpus(lease, run, run.stop)
-            return
-        if not resume.refused:
-            self.host.report_switch(lease, "resume", (0.0, resume.copy_s, now - resume.began))
-        self.resume(lease)
+            self.ends.run_on(lease, run, "fail", f"rank {rank.hello.rank} lost its connection and went on")
 
     # --- results of the driver path ------------------------------------------------------------------------
 
@@ -727,8 +449,8 @@ class StopCoordinator:
             self.host.leases.stop(lease, self.host.clock.now())
             run.stop = YieldStop(0, "driver", self.host.clock.monotonic(), 0.0, state="freezing")
         run.stop.copy_s += seconds
-        self._send_on(run, run.stop, run.note, staying=True)
-        self._release(lease, run, run.stop, "all checkpointed by driver")
+        self.ends.send_on(run, run.stop, run.note, staying=True)
+        self.ends.release(lease, run, run.stop, "all checkpointed by driver")
 
     def not_frozen(self, lease: Lease, reason: str, retry_s: float) -> None:
         """Let a job run on that the driver could not checkpoint, unless its ranks have moved out by themselves."""
@@ -738,11 +460,11 @@ class StopCoordinator:
             return
         if run.ranks and all(rank.out for rank in run.ranks.values()):
             run.note = f"its CUDA contexts stay on the GPU: {reason}"
-            self._release(lease, run, stop, "all offloaded")
+            self.ends.release(lease, run, stop, "all offloaded")
             return
-        self._send_on(run, stop, reason, staying=True)
+        self.ends.send_on(run, stop, reason, staying=True)
         run.refusals += retry_s >= RETRIES_S[0]
-        self._run_on(lease, run, "fail", reason)
+        self.ends.run_on(lease, run, "fail", reason)
         now = self.host.clock.monotonic()
         run.retry_at = max(run.retry_at, now + retry_s) if retry_s >= RETRIES_S[0] else now + retry_s
 
@@ -750,7 +472,7 @@ class StopCoordinator:
         """Go on with a job that the driver has restored."""
         self.host.run(lease.key).note = ""
         self.host.report_switch(lease, "resume", (0.0, seconds, seconds), note="restored by the driver")
-        self.resume(lease)
+        self.resumes.resume(lease)
 
     def lost(self, lease: Lease, reason: str) -> None:
         """Report a job that cannot go on; it keeps its lease, because it may still use memory of the GPUs."""
@@ -761,5 +483,5 @@ class StopCoordinator:
             self.host.report_switch(lease, "lost", note=reason)
             return
         stop.move("lose")
-        self._report_stop(lease, stop, "lost", reason)
+        self.ends.report(lease, stop, "lost", reason)
         stop.give_back(self.host.leases, lease, self.host.clock.now())

@@ -6,7 +6,7 @@ and what torch says to have left; the next job has to fit in with both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank
 from cadenza.sidecar.agent.leases import membership
@@ -64,7 +64,7 @@ def shortage(
     out = [other for other in table.rivals(waiting) if other.state == "yielded"] if kept else []
     for gpu in sorted(waiting.gpus) if kept else ():
         total = look.memory[gpu].total if gpu in look.memory else None
-        here = kept.get(gpu, 0) + look.bytes_of((gpu,), _pids(out))
+        here = kept.get(gpu, 0) + look.bytes_of((gpu,), {pid for lease in out for pid in membership.pids_of(lease)})
         if total is not None and here > (1 - share) * total:
             return f"jobs that are out would keep {here >> 20} MB of GPU {gpu}, which has {total >> 20} MB"
     return ""
@@ -85,7 +85,3 @@ def useless(lease: Lease, kept: Mapping[int, int], look: Look, table: LeaseTable
         if not shortage(other, look, table, named, None, pids):
             reason = reason or f"it would keep too much of its GPUs for job {other.key}: {found}"
     return reason
-
-
-def _pids(leases: Iterable[Lease]) -> set[int]:
-    return {pid for lease in leases for pid in membership.pids_of(lease)}

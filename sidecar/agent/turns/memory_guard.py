@@ -263,7 +263,7 @@ class MemoryGuard:
         reason = f"{memory.available >> 20} MB of the host's {host_mb} MB are left, and it waits"
         if way == "disk":
             self.host.run(key).spilled_from_mb = self.used(pids_of(lease)) >> 20
-            self.coordinator.spill(lease, reason)
+            self.coordinator.saves.spill(lease, reason)
         else:
             self.host.run(key).eviction = Eviction(reason, now, set())
             self._follow(lease, now)
@@ -278,5 +278,5 @@ class MemoryGuard:
             run.eviction = None
         elif eviction.spilling or run.stop is not None or self.host.shown(lease, LOOK_S) != "running":
             return
-        elif refusal := self.coordinator.save_away(lease, SAVE_S, HOLD_S, "memory"):
+        elif refusal := self.coordinator.saves.save(lease, SAVE_S, HOLD_S, "memory"):
             run.note, run.eviction = refusal, None
