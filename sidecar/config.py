@@ -160,7 +160,12 @@ def _unknown_keys(
     for name, value in list(values.items()):
         key = (*above, name)
         if name not in fields:
-            yield _unknown(origin[key], key, value, (*fields, *extra))
+            file = origin[key]
+            names = sorted((*fields, *extra))
+            near = difflib.get_close_matches(key[-1], names, n=1)
+            subject = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
+            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
+            yield f"{file}{_line(file, key)}: unknown {subject}; {hint}"
             del values[name]
             continue
         inner = _struct_in(fields[name])
@@ -173,15 +178,6 @@ def _struct_in(kind: Any) -> type | None:
     if isinstance(kind, type) and (issubclass(kind, msgspec.Struct) or is_dataclass(kind)):
         return kind
     return next((struct for part in get_args(kind) if (struct := _struct_in(part)) is not None), None)
-
-
-def _unknown(file: Path, key: tuple[str, ...], value: object, valid: Iterable[str]) -> str:
-    """Return a message that names the unknown key, its file, and the nearest valid key."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(key[-1], names, n=1)
-    subject = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
-    hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
-    return f"{file}{_line(file, key)}: unknown {subject}; {hint}"
 
 
 def _explain(error: str, kind: type, origin: Mapping[Key, Path], path: Path) -> tuple[Key, str]:

@@ -166,7 +166,9 @@ class Verbs:
         try:
             return {"id": number, "result": verb(request)}
         except (Refusal, self._slurm.error) as error:
-            self._forget()
+            # Read everything anew, because slurmctld may be another one by then.
+            for kept in (self._nodes, self._reservations, self._started_s):
+                kept.forget()
             return failure(number, "slurm", str(getattr(error, "msg", error)), getattr(error, "errno", None))
         except Stale as error:
             return failure(number, "stale", str(error))
@@ -205,11 +207,6 @@ class Verbs:
         if rules["unread"]:
             self._site.shorten(RARE_S)
         return rules
-
-    def _forget(self) -> None:
-        """Read everything anew, because slurmctld may be another one by then."""
-        for kept in (self._nodes, self._reservations, self._started_s):
-            kept.forget()
 
     def look(self, request: Request) -> list[dict[str, Any]]:
         """Return the state of the jobs with these ids, one small RPC each, without those that Slurm does not know."""

@@ -100,7 +100,8 @@ class Inspector:
                 return f"pid {pid} shares GPU memory with other processes (CUDA IPC)"
             environment = _read(self._proc / str(pid) / "environ").split(b"\0")
             limited = next((one.decode() for one in NCCL_WITHOUT_LIMITS if one not in environment), None)
-            if limited and self._has_thread(pid, WATCHDOG):
+            threads = (self._proc / str(pid) / "task").glob("*/comm")
+            if limited and any(_read(path).strip() == WATCHDOG for path in threads):
                 return (
                     f"NCCL's watchdog in pid {pid} would end it after a stop of some minutes: it was started without "
                     f"{limited}; set {' '.join(one.decode() for one in NCCL_WITHOUT_LIMITS)} in the batch script"
@@ -112,10 +113,6 @@ class Inspector:
                     "set NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 in the batch script"
                 )
         return None
-
-    def _has_thread(self, pid: int, name: bytes) -> bool:
-        """Return True if a process has a thread of this name (proc_pid_comm(5))."""
-        return any(_read(path).strip() == name for path in (self._proc / str(pid) / "task").glob("*/comm"))
 
     def _headroom(self, pid: int) -> Iterator[int]:
         """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v1 and v2)."""

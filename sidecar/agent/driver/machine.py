@@ -333,6 +333,8 @@ class Machine:
             return self._let_go(now)
         if any(one.busy is not None for one in members):
             return []
+        # A lock waits for the process's work on the GPU, and that may wait in a collective for another process: so all
+        # are locked at once, and none is checkpointed before all are (cuCheckpointProcessLock).
         if running := [one for one in members if one.state == "running"]:
             return [self._operate(one, "lock", now) for one in running]
         if locked := [one for one in members if one.state == "locked"]:
@@ -344,6 +346,7 @@ class Machine:
         if not self._any_away():
             return self._unlocks(now)
         members = self.members.values()
+        # A restored process stays locked until its unlock; one that ran now would wait for those that are away.
         if any(one.busy is not None or one.state == "unknown" for one in members):
             return []
         if not self.enough:

@@ -43,15 +43,13 @@ class PacketBudgets:
         """Return a source's buckets, full ones for a new source."""
         if source not in self._buckets:
             if len(self._buckets) >= KEPT_SOURCES:
-                self._buckets = {one: pair for one, pair in self._buckets.items() if not _is_full(pair, now)}
+                # A source whose buckets are full has sent nothing for long: it need not be remembered.
+                full = [one for one, pair in self._buckets.items() if all(each.fill(now) >= each.size for each in pair)]
+                for one in full:
+                    del self._buckets[one]
             packets = Bucket(PACKETS_S, PACKETS_AT_ONCE, PACKETS_AT_ONCE, now)
             self._buckets[source] = packets, Bucket(BYTES_S, BYTES_AT_ONCE, BYTES_AT_ONCE, now)
         return self._buckets[source]
-
-
-def _is_full(pair: tuple[Bucket, Bucket], now: float) -> bool:
-    """Return True if a source has sent nothing for so long that it need not be remembered."""
-    return all(bucket.fill(now) >= bucket.size for bucket in pair)
 
 
 @dataclass(frozen=True, slots=True)

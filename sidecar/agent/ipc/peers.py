@@ -117,7 +117,11 @@ class Peers:
         source, count = session.source, 0
         while count < most:
             if not self._budgets.may_send(source, self.clock.monotonic()):
-                self._silence(session)
+                # Read a peer no more until its budget has grown; what it sends waits in its own socket.
+                descriptor = session.sock.fileno()
+                if descriptor in self.listener.sessions and descriptor not in self._silenced:
+                    self._silenced.add(descriptor)
+                    self.poller.unregister(descriptor)
                 return count
             size = self._read(session, 1)
             if not size:
@@ -125,13 +129,6 @@ class Peers:
             self._budgets.charge(source, size, self.clock.monotonic())
             count += 1
         return count
-
-    def _silence(self, session: Session) -> None:
-        """Read a peer no more until its budget has grown; what it sends waits in its own socket."""
-        descriptor = session.sock.fileno()
-        if descriptor in self.listener.sessions and descriptor not in self._silenced:
-            self._silenced.add(descriptor)
-            self.poller.unregister(descriptor)
 
     def _read(self, session: Session, most: int) -> int:
         """Handle at most so many packets; return the bytes of the last one, 0 if there was none or the peer left."""

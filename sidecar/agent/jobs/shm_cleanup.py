@@ -33,7 +33,18 @@ def remove(uid: int, job: int, folder: Path = SHARED_MEMORY) -> bool:
     except OSError:
         return False
     try:
-        return _remove(parent, name_of(uid, job), uid)
+        name = name_of(uid, job)
+        try:
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except OSError:
+            return False
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
+            log.warning("left alone: %s is not a directory of uid %d", name, uid)
+            return False
+        # In a sticky directory only this user can replace it, and rmtree compares the directory that it opens.
+        shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
+        log.info("removed the caches that a job left: %s", name)
+        return True
     finally:
         os.close(parent)
 
@@ -42,17 +53,3 @@ def remove_soon(uid: int, job: int) -> None:
     """Remove them in a thread: freeing many GB takes seconds."""
     if (SHARED_MEMORY / name_of(uid, job)).exists():
         threading.Thread(target=remove, args=(uid, job), name="cadenza-caches", daemon=True).start()
-
-
-def _remove(parent: int, name: str, uid: int) -> bool:
-    try:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except OSError:
-        return False
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
-        log.warning("left alone: %s is not a directory of uid %d", name, uid)
-        return False
-    # In a sticky directory only this user can replace it, and rmtree compares the directory that it opens.
-    shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
-    log.info("removed the caches that a job left: %s", name)
-    return True

@@ -154,6 +154,7 @@ class LaneKeeper:
         self._stale.discard(order.node)
         conf = prepare(self._folder / order.node, order)
         log.info("opening lane %s: %s", order.node, order.hardware)
+        # A unit of its own: as the agent's child, slurmd and its jobs would have the agent's limits, and end with it.
         if SYSTEMD.is_dir():
             (conf.parent / "environment").write_text(f"LANE='{order.hardware}'\n", encoding="ascii")
             output("systemctl", "restart", f"cadenza-lane@{order.node}.service")
@@ -162,6 +163,7 @@ class LaneKeeper:
 
     def _end(self, node: str, slurmd: Slurmd) -> None:
         """End the slurmd of a lane without jobs; raise LaneError while there are some."""
+        # slurmctld takes a node without its slurmd for dead after SlurmdTimeout, and kills or requeues the jobs there.
         jobs = sorted({step.job for step in self._steps() if node_of(step) == node})
         if jobs:
             raise LaneError(f"its slurmd is to end, and job {jobs[0]} is still there")

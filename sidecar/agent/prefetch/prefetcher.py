@@ -69,22 +69,19 @@ class Prefetcher:
             if isinstance(result, orders.Files):
                 self.host.upward.append(result)
             else:
-                self._record(result)
+                key = JobKey(result.job, result.restart)
+                self.results.pop(key, None)
+                self.results[key] = result
+                while len(self.results) > MAX_RESULTS:
+                    del self.results[next(iter(self.results))]
+                log.info(
+                    "prefetched JOBID=%s files=%d bytes=%d s=%.2f %s",
+                    key, result.files, result.bytes, result.seconds, result.note,
+                )  # fmt: skip
 
     def close(self) -> None:
         """Cancel the work without waiting; a reader that still runs ends by its own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _record(self, done: orders.Prefetched) -> None:
-        """Keep a result for the reports."""
-        key = JobKey(done.job, done.restart)
-        self.results.pop(key, None)
-        self.results[key] = done
-        while len(self.results) > MAX_RESULTS:
-            del self.results[next(iter(self.results))]
-        log.info(
-            "prefetched JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
-        )  # fmt: skip
 
     def _list(self, lease: Lease, pids: tuple[int, ...]) -> None:
         try:

@@ -109,7 +109,10 @@ def joined(window_s: float, usage: Usage | None, stretches: Sequence[Stretch]) -
     usage = usage or Usage()
     records = [stretch.now for stretch in stretches]
     kind, low, peak = _memory(records)
-    arrived, done = _order(records)
+    orders: list[OrderTimes] = [record.orders[-1] for record in records if record.orders]
+    newest = max((one.order for one in orders), default=None)
+    last = [one for one in orders if one.order == newest]
+    arrived, done = _largest(one.arrived_s or None for one in last), _largest(one.done_s or None for one in last)
     return JobTelemetry(
         window_s=round(window_s, 3),
         iterations=int(max((_grown(one, lambda record: record.iterations) for one in stretches), default=0)),
@@ -159,14 +162,6 @@ def _memory(records: Sequence[PageRecord]) -> tuple[str, float | None, float | N
         return "", None, None
     most = max(counted, key=lambda record: (record.memory_kind, record.memory_peak))
     return KINDS[most.memory_kind], _rounded(most.memory_low / MB), _rounded(most.memory_peak / MB)
-
-
-def _order(records: Sequence[PageRecord]) -> tuple[float | None, float | None]:
-    """Return the slowest rank's times of the last order that any rank reached."""
-    orders: list[OrderTimes] = [record.orders[-1] for record in records if record.orders]
-    newest = max((one.order for one in orders), default=None)
-    last = [one for one in orders if one.order == newest]
-    return _largest(one.arrived_s or None for one in last), _largest(one.done_s or None for one in last)
 
 
 def _largest(values: Iterable[float | None]) -> float | None:

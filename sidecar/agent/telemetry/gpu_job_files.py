@@ -37,7 +37,12 @@ class GpuJobFiles:
             return
         wanted = {} if look.divided else contents(leases, look.names)
         if self._written is None:
-            self._written = self._found()
+            found: dict[str, str] = {}
+            for folder in (self._run / "gpu-jobs", self._run / "gpustat"):
+                with contextlib.suppress(OSError):
+                    folder.mkdir(mode=0o755, exist_ok=True)
+                    found |= {f"{folder.name}/{file.name}": "" for file in folder.iterdir()}
+            self._written = found
         for name in self._written.keys() - wanted.keys():
             with contextlib.suppress(OSError):
                 (self._run / name).unlink(missing_ok=True)
@@ -45,15 +50,6 @@ class GpuJobFiles:
             if self._written.get(name) != text:
                 self._put(self._run / name, text)
         self._seen, self._written = seen, wanted
-
-    def _found(self) -> dict[str, str]:
-        """Return the files that are there, whatever they say, and make the directories."""
-        found: dict[str, str] = {}
-        for folder in (self._run / "gpu-jobs", self._run / "gpustat"):
-            with contextlib.suppress(OSError):
-                folder.mkdir(mode=0o755, exist_ok=True)
-                found |= {f"{folder.name}/{file.name}": "" for file in folder.iterdir()}
-        return found
 
     def _put(self, path: Path, text: str) -> None:
         draft = path.with_name(f"{DRAFT}{path.name}")

@@ -90,6 +90,7 @@ class CgroupV1:
         """Bring the job's processes into the agent's cpuset."""
         masks = {self.own or self._all, self._given or self._all}
         _make(folder)
+        # A new cpuset has neither CPUs nor memory nodes, and takes no process before it has both (cpusets.rst).
         if not text_of(folder / "cpuset.mems"):
             put(folder / "cpuset.mems", text_of(folder.parent / "cpuset.mems"))
         put(folder / "cpuset.cpus", listed(cpus))
@@ -156,7 +157,7 @@ def _move(folder: Path, pids: frozenset[int], again: Pids) -> None:
             return
         for pid in missing:
             _add(folder, pid)
-        inside, pids = inside | missing, again()
+        inside, pids = inside | missing, again()  # a process may have forked before its own move
 
 
 def _add(folder: Path, pid: int) -> None:

@@ -70,6 +70,8 @@ class CgroupV2:
     def _bind(self, cpus: frozenset[int]) -> None:
         """Give CPUs to the job's group, to groups below it that had all of its CPUs, and to their threads."""
         earlier = {self.own, self._given}
+        # A step's group is bounded by the job's, but keeps its own list: one that had all of the job's CPUs follows,
+        # one that Slurm bound to some of them (--cpu-bind) stays.
         for folder in below(self._job):
             path = folder / "cpuset.cpus"
             has = parse(text_of(path))

@@ -115,7 +115,13 @@ class Tuner:
         if not checking and state == self._last_state:
             return
         self._last_state = state
-        self._forget_ended()
+        # Forget jobs that have left the host, and remove the agent's groups of them.
+        for key in [key for key in {*self._jobs, *self._saved} if self.host.leases.get(key) is None]:
+            if key in self._jobs:
+                self._give_back(key)
+            self._drop(key)
+        pids = {pid for run in self.host.jobs.values() for pid in run.ranks}
+        self._sent = {pid: sent for pid, sent in self._sent.items() if pid in pids}
         try:
             self._divide()
         except AgentError as error:
@@ -223,15 +229,6 @@ class Tuner:
             log.info("tuning ends JOBID=%s: %s", key, reason)
             self._give_back(key)
             self._drop(key)
-
-    def _forget_ended(self) -> None:
-        """Forget jobs that have left the host, and remove the agent's groups of them."""
-        for key in [key for key in {*self._jobs, *self._saved} if self.host.leases.get(key) is None]:
-            if key in self._jobs:
-                self._give_back(key)
-            self._drop(key)
-        pids = {pid for run in self.host.jobs.values() for pid in run.ranks}
-        self._sent = {pid: sent for pid, sent in self._sent.items() if pid in pids}
 
     def _give_back(self, key: JobKey) -> None:
         """Restore Slurm's values for one job."""

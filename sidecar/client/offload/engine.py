@@ -157,7 +157,8 @@ class Offload:
             for one in segments if self._devices else ():
                 sizes[one.storage.device] = sizes.get(one.storage.device, 0) + one.nbytes
             self._set_away(move, _total(segments), sizes)
-        # 3. Give the allocator's cached memory back to the devices.
+        # 3. Give the allocator's cached memory back to the devices: torch keeps what is freed, and no other process
+        #    could have it (torch.cuda.empty_cache).
         left = _empty_caches(self._devices)
         return Moved(_total(segments), (monotonic_ns() - started) / 1e9, sum(left.values()), _by_gpu(sizes, left))
 
@@ -244,7 +245,7 @@ class Offload:
             if self._move is not None:
                 self._require_room(others or {})
                 try:
-                    self._move.restore()
+                    self._move.restore()  # in place: tensors, views and optimizers stay the same objects
                 except (RuntimeError, MemoryError) as error:
                     if not isinstance(self._move, AddressMove):  # which has undone its maps
                         _empty_caches(self._devices)

@@ -70,18 +70,13 @@ class ProcessLook:
 
 def _interesting(things: list[Any]) -> list[Any]:
     """Return the objects among some that matter to a move, each once; by their types, for there are millions."""
-    wanted = _wanted()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, wanted)}
-    kinds = {kind for kind in kinds if not kind.__module__.startswith(TRACING)}
-    return [*{id(thing): thing for thing in things if type(thing) in kinds}.values()]
-
-
-def _wanted() -> tuple[type, ...]:
-    """Return the types of the objects that matter; those of a GPU are there since some version of torch."""
     accelerator = device.in_use()
     names = ("CUDAGraph", "MemPool") if accelerator else ()
     found = (getattr(accelerator.module, name, None) for name in names) if accelerator else ()
-    return (torch.Tensor, *(kind for kind in found if isinstance(kind, type)))
+    wanted = (torch.Tensor, *(kind for kind in found if isinstance(kind, type)))
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, wanted)}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith(TRACING)}
+    return [*{id(thing): thing for thing in things if type(thing) in kinds}.values()]
 
 
 def _collections() -> tuple[int, int]:

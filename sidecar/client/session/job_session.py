@@ -172,7 +172,10 @@ class Session(StepCounters):
         # Before a stop, the process is looked at: there the GPU still has work.
         stop = self.words[STOP]
         if stop == self.step + 1 and self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_YIELD:
-            self._look_ahead()
+            if self.active and self._sources and gpu_memory():
+                from cadenza.sidecar.client.offload.process_look import ProcessLook  # noqa: PLC0415
+
+                self._looked_ahead = ProcessLook.ahead()
         elif stop > self.step:
             self.memory_step = self._look_step = min(self.memory_step, stop - 1)
 
@@ -196,13 +199,6 @@ class Session(StepCounters):
         if message["type"] == "stop" and isinstance(step := message.get("step"), int):
             self.memory_step = min(self.memory_step, step - 1)
         return self.arrival.heed(message)
-
-    def _look_ahead(self) -> None:
-        """Look at all objects of the process, which takes tenths of a second where there are millions."""
-        if self.active and self._sources and gpu_memory():
-            from cadenza.sidecar.client.offload.process_look import ProcessLook  # noqa: PLC0415
-
-            self._looked_ahead = ProcessLook.ahead()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -456,6 +452,8 @@ class Session(StepCounters):
             try:
                 self._call_on_yield()
                 let_go = True
+                # Slurm's suspend may come as soon as this is reported. NCCL's watchdog must have seen the last
+                # collective end by then: after the stop it would take it for one that hangs, and end the process.
                 with HeldSignals():
                     quiet_at_ns = nccl_watchdog.quiet_at_ns()
                     self._communicators.suspend(str(self.step))  # an order has another number on each host

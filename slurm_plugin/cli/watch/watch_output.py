@@ -11,7 +11,6 @@ from rich.text import Text
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import local
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, number
-from cadenza.slurm_plugin.simulations.first_decision import Step
 from cadenza.slurm_plugin.simulations.watch_view import HostRow, WaitingRow, WatchView
 
 MAX_ROWS = 20
@@ -72,15 +71,12 @@ def _waiting_table(jobs: Sequence[WaitingRow]) -> Table:
 
 def _decision(view: WatchView) -> Iterator[Text]:
     yield Text("If all jobs kept checkpoints, Cadenza would now let:", style="bold")
-    yield from (_step(step) for step in view.steps[:MAX_ROWS])
+    for step in view.steps[:MAX_ROWS]:
+        yield Text(f"  job {step.job} {printable(step.action)} ({printable(step.reason, 1000)})")
     if len(view.steps) > MAX_ROWS:
         yield Text(f"  … and {len(view.steps) - MAX_ROWS} more", style="dim")
     if not view.steps:
         yield Text("  all jobs stay where they are", style="dim")
-
-
-def _step(step: Step) -> Text:
-    return Text(f"  job {step.job} {printable(step.action)} ({printable(step.reason, 1000)})")
 
 
 def _table(*names: str) -> Table:

@@ -145,7 +145,13 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
             effects=[row for row in record.effects if row.user == user],
             first_starts=[row for row in record.first_starts if row.user == user],
         )
-    jobs = _by_job(record)
+    hours = _by_owner(row for row in record.hours if row.managed)
+    starts, effects = _by_owner(record.starts), _by_owner(record.effects)
+    keys = sorted(hours.keys() | starts.keys() | effects.keys())
+    jobs = tuple(
+        Row(key[0], _job_sums(hours.get(key, ()), starts.get(key, ()), effects.get(key, ()), record), key[1])
+        for key in keys
+    )
     names = sorted({row.user for row in jobs})
     users = [Row(name, _sum(row.sums for row in jobs if row.user == name)) for name in names]
     watched_s = sum(record.watched.values())
@@ -162,16 +168,6 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
         width_rows(record.first_starts, record.since_s, record.until_s),
         tuple(_kind(kind, record.effects) for kind in KINDS.values()),
         tuple(one for one in record.effects if one.verdict == "undone")[:MAX_UNDONE],
-    )
-
-
-def _by_job(record: Record) -> tuple[Row, ...]:
-    hours = _by_owner(row for row in record.hours if row.managed)
-    starts, effects = _by_owner(record.starts), _by_owner(record.effects)
-    keys = sorted(hours.keys() | starts.keys() | effects.keys())
-    return tuple(
-        Row(key[0], _job_sums(hours.get(key, ()), starts.get(key, ()), effects.get(key, ()), record), key[1])
-        for key in keys
     )
 
 

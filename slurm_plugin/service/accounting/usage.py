@@ -210,13 +210,8 @@ def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: M
     queued = before is None or (before.state == "PENDING" and _queues(before, memory))
     queue_s = max(began_s - max(since_s, job.submit_s), 0.0) if queued else 0.0
     held_s = held_within(job, before, now_s - began_s)
-    turn_s = now_s - began_s - held_s if _takes_turns(job, memory) else 0.0
-    return _Times(queue_s, held_s, turn_s)
-
-
-def _takes_turns(job: Job, memory: Memory) -> bool:
-    """Return whether a started job has its GPUs by leases, and is not suspended by others."""
-    return job.lease is not None and (job.state == "RUNNING" or job.key in memory.suspended)
+    by_leases = job.lease is not None and (job.state == "RUNNING" or job.key in memory.suspended)
+    return _Times(queue_s, held_s, now_s - began_s - held_s if by_leases else 0.0)
 
 
 def _queues(job: Job, memory: Memory) -> bool:

@@ -411,7 +411,11 @@ class Hub:
         try:
             message, errors = FROM_AGENT.decode(frames[1].buffer)
         except OtherVersionError as error:
-            self._answer_other_version(frames[0].bytes, user, error.theirs)
+            for host in self._keys.hosts_of(user):
+                for event in self._registry.refuse(host, error.theirs, self._clock.now(), self._clock.monotonic()):
+                    self._note(event)
+            with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read
+                self._socket.send_multipart([frames[0].bytes, msgspec.json.encode(OtherVersion(VERSION))], zmq.NOBLOCK)
             raise _RefusedError("version", f"{error}, this service speaks {VERSION}") from None
         except ERRORS as error:
             raise _RefusedError("format", str(error)) from None
@@ -422,14 +426,6 @@ class Hub:
         self._keys.came(user, message.host)
         self._routes[message.host] = _Route(frames[0].bytes, user)
         return message
-
-    def _answer_other_version(self, connection: bytes, user: str, theirs: int) -> None:
-        """Tell an agent this side's version, and put it on record; its key says which host it is."""
-        for host in self._keys.hosts_of(user):
-            for event in self._registry.refuse(host, theirs, self._clock.now(), self._clock.monotonic()):
-                self._note(event)
-        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read
-            self._socket.send_multipart([connection, msgspec.json.encode(OtherVersion(VERSION))], zmq.NOBLOCK)
 
     def _spend(self, source: str, rate: float, size: float, tokens: float = 1.0) -> bool:
         """Take tokens from the budget of a key or host; return whether it had some left."""

@@ -170,7 +170,10 @@ class SqliteStore:
         with self._transaction():
             # 1. Verdicts on earlier actions, and the settings of this round.
             self._verify(snapshot)
-            self._write_settings()
+            last = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
+            if self._settings_text and (last is None or last[0] != self._settings_text):
+                query = "INSERT INTO settings (at_s, text) VALUES (?, ?)"
+                self._settings = self._link.execute(query, (self._clock.now(), self._settings_text)).lastrowid
             # 2. The round itself, with all that a replay needs, and what is ours to undo.
             self._write_undo(written.undo)
             cursor = self._link.execute(
@@ -337,12 +340,6 @@ class SqliteStore:
         self._link.execute(query, tuple(row.values()))
         if isinstance(message, Switched) and message.kind == "yield":
             self._accounting.yielded(message)
-
-    def _write_settings(self) -> None:
-        last = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
-        if self._settings_text and (last is None or last[0] != self._settings_text):
-            query = "INSERT INTO settings (at_s, text) VALUES (?, ?)"
-            self._settings = self._link.execute(query, (self._clock.now(), self._settings_text)).lastrowid
 
     def _write_undo(self, record: bytes) -> None:
         self._link.execute("INSERT OR REPLACE INTO undo VALUES (0, ?, ?)", (self._clock.now(), record))
