@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -81,6 +82,7 @@ class Daemon:
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
         channel = Channel(clock, state_dir / "driver.lock", self._watch_helper)
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._waking, self._closed = threading.Lock(), False
         self._gpu_watch = GpuWatch(clock, nvml_devices, self._wake)
         self.host.gpu_faults = lambda: self._gpu_watch.last.faults
         self.host.divided_gpus = lambda: self._gpu_watch.last.divided
@@ -205,9 +207,10 @@ class Daemon:
             self.close()
 
     def _wake(self) -> None:
-        """Start the next pass of the event loop at once; called by threads."""
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            os.write(self._wakeup[1], b"\0")
+        """Start the next pass of the event loop at once; called by threads, which may outlive the agent's close."""
+        with self._waking, contextlib.suppress(BlockingIOError):  # it is awake
+            if not self._closed:  # the pipe's number may be another file's by now
+                os.write(self._wakeup[1], b"\0")
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._stop = True
@@ -226,8 +229,10 @@ class Daemon:
         self._prefetcher.close()
         for one in self._links:
             one.close()
-        for descriptor in (*self._watched, *self._wakeup):
-            os.close(descriptor)
+        with self._waking:
+            self._closed = True
+            for descriptor in (*self._watched, *self._wakeup):
+                os.close(descriptor)
         self._lock.close()
 
     # --- the loop ------------------------------------------------------------------------------------------

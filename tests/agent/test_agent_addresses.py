@@ -1,7 +1,8 @@
-"""The agent's link to the library of addresses that stay."""
+"""An agent that starts and closes: its link to the library of addresses that stay, and its wake-up pipe."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,18 @@ def test_an_agent_goes_on_without_a_link(tmp_path: Path, caplog: pytest.LogCaptu
     library.touch()
     link.link(library, tmp_path / "none")
     assert "jobs find no library" in caplog.text
+
+
+def test_a_thread_that_outlives_the_agent_writes_into_no_other_file(tmp_path: Path) -> None:
+    settings = AgentSettings(
+        expert=ExpertTable(host="n1", socket=str(tmp_path / "agent.sock"), state_dir=str(tmp_path))
+    )
+    daemon = Daemon(settings, "1")
+    daemon.close()
+    ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    number = os.dup2(theirs, daemon._wakeup[1])  # what is opened next has the numbers that the agent gave back
+    daemon._wake()
+    with pytest.raises(BlockingIOError):
+        os.read(ours, 1)
+    for one in {ours, theirs, number}:
+        os.close(one)
