@@ -14,7 +14,7 @@ from cadenza.profiler.measure.cpu_limits import own_cpus
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile"]
-CADENZA = [*COMMAND, "run", "--json", "--set", "within=30", "--set", "point-s=15"]
+CADENZA = [*COMMAND, "run", "--json", "--set", "within=30", "--set", "point-s=5"]
 pytestmark = pytest.mark.slow
 
 
@@ -68,7 +68,7 @@ def test_a_computed_memory_point_beside_a_measured_one(tmp_path):
 
 def test_points_in_turns_are_visited_again_and_a_finished_profile_asks_for_no_more(tmp_path):
     steps = ("--", sys.executable, Path(__file__).with_name("steps.py"), "0.005")
-    turns = ("--set", "turns=3", "--set", "point-s=3", "--cpus", str(len(own_cpus())))
+    turns = ("--set", "turns=3", "--set", "point-s=2", "--cpus", str(len(own_cpus())))
     found = profiled(tmp_path, *turns, *steps)
     visits = json.loads((tmp_path / "profile.state.json").read_text())["points"]
     assert [visit["turn"] for visit in visits] == [0, 1, 2]
