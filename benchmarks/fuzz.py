@@ -49,7 +49,6 @@ from cadenza.sidecar.agent.state_files import LeaseFile
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
-from cadenza.slurm_plugin.cli.site.lane_plan import decode_nodes, lacking, plan_lanes
 from cadenza.slurm_plugin.gateway import slurm_json
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.translate import snapshot
@@ -62,6 +61,7 @@ from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.simulations.first_decision import as_if_managed, hidden_gpus
 from cadenza.slurm_plugin.simulations.watch_record import add, begin
 from cadenza.slurm_plugin.simulations.watch_view import Look
+from cadenza.slurm_plugin.site.lane_plan import decode_nodes, lacking, plan_lanes
 from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.controller import read_head
 from cadenza.slurm_plugin.sweep.journal import Reports, TrialState, read_state

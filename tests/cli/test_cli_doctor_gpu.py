@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from cadenza.sidecar.agent.driver.driver_trial import rule_problem
 from cadenza.sidecar.agent.driver.trial_record import EngineTrial, Record, keep, objection, read
-from cadenza.slurm_plugin.cli.site.node_gpus import NodeFacts, NodeGpu, examine_gpus, gather_gpus, try_gpu
+from cadenza.slurm_plugin.site.node_gpus import NodeFacts, NodeGpu, examine_gpus, gather_gpus, try_gpu
 
 GOOD = NodeGpu(0, "H100", "GPU-0", 80 << 30, compute_mode=0, mig=False, persistent=True, processes=(7,))
 ENGINE = EngineTrial(torch="2.13.0", bytes=1 << 30, out_s=0.4, back_s=0.02, kept_bytes=0, pinned=True)

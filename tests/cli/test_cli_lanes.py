@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.site.checks import lanes_on_demand
-from cadenza.slurm_plugin.cli.site.facts import Facts
-from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, on_demand, plan_lanes
 from cadenza.slurm_plugin.service.lanes_on_demand import folder, requests
 from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.site.checks import lanes_on_demand
+from cadenza.slurm_plugin.site.facts import Facts
+from cadenza.slurm_plugin.site.lane_plan import SlurmNode, on_demand, plan_lanes
 
 SEEN = cluster(job(1, "first", "held"))
 FIRST, LANE = SEEN.nodes[0], replace(SEEN.nodes[1], dynamic=True)

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.site.lane_plan import (
+from cadenza.slurm_plugin.cli.site.leftovers import in_slurm, in_slurms_files, on_this_machine, plugins
+from cadenza.slurm_plugin.cli.site.plan_command import missing_files, toml, with_includes
+from cadenza.slurm_plugin.gateway.slurm_gateway import parse
+from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.site.lane_plan import (
     LANE_RULES,
     LanePlan,
     SlurmNode,
@@ -24,10 +28,6 @@ from cadenza.slurm_plugin.cli.site.lane_plan import (
     names_in,
     plan_lanes,
 )
-from cadenza.slurm_plugin.cli.site.leftovers import in_slurm, in_slurms_files, on_this_machine, plugins
-from cadenza.slurm_plugin.cli.site.plan_command import missing_files, toml, with_includes
-from cadenza.slurm_plugin.gateway.slurm_gateway import parse
-from cadenza.slurm_plugin.service.settings import Settings
 
 RECORDED = (Path(__file__).parent / "scontrol_node_26_05.json").read_text()
 PLAIN = {

@@ -26,15 +26,15 @@ from cadenza.profiler.errors import CommandFailedError
 from cadenza.sidecar.config import SECTIONS
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.profile import measure
-from cadenza.slurm_plugin.cli.site import facts as facts_of_site
-from cadenza.slurm_plugin.cli.site.checks import Finding, examine, failed
-from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
-from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service import settings
 from cadenza.slurm_plugin.service.agents.curve_keys import make_keys
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import LargestState, host_faults
+from cadenza.slurm_plugin.site import facts as facts_of_site
+from cadenza.slurm_plugin.site.checks import Finding, examine, failed
+from cadenza.slurm_plugin.site.facts import Facts, KeyFile, _keys
+from cadenza.slurm_plugin.site.upgrade_check import upgrade
 
 
 def run(*words: str) -> Result:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts
 from cadenza.slurm_plugin.errors import SlurmUnavailable
+from cadenza.slurm_plugin.site.node_scripts import examine_scripts, gather_scripts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "site"
 

@@ -27,13 +27,13 @@ from cadenza.slurm_plugin.cli import common
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.profile import show
 from cadenza.slurm_plugin.cli.report_command import show as show_report
-from cadenza.slurm_plugin.cli.site import checks
-from cadenza.slurm_plugin.cli.site.checks import Finding
 from cadenza.slurm_plugin.cli.sweep import display
 from cadenza.slurm_plugin.report.sheet import Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, Round, SwitchRow
+from cadenza.slurm_plugin.site import checks
+from cadenza.slurm_plugin.site.checks import Finding
 from cadenza.slurm_plugin.sweep.journal import TrialState
 from cadenza.slurm_plugin.terminal import Terminal
 from cadenza.slurm_plugin.views import job_sentences as why

@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from cadenza.slurm_plugin.cli.site.command import doctor
-from cadenza.slurm_plugin.cli.site.rank_rows import SCRIPT, try_ranks
+from cadenza.slurm_plugin.site.rank_rows import SCRIPT, try_ranks
 
 ROWS = """
 import json, sys

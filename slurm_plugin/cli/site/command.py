@@ -14,8 +14,8 @@ import msgspec
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import MAX_LINE, config_option, console, emit, json_option, say
-from cadenza.slurm_plugin.cli.site import checks
-from cadenza.slurm_plugin.cli.site.checks import Finding, failed
+from cadenza.slurm_plugin.site import checks
+from cadenza.slurm_plugin.site.checks import Finding, failed
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 NEEDS = (("FAIL", "problem"), ("WARN", "warning"))
@@ -53,8 +53,8 @@ def doctor(  # noqa: PLR0913 - an argument for each option
     engine moves another's state out and back. The exit code is 1 if a problem keeps Cadenza from working. The file of
     --save has names of users and jobs, and comments: read it before you send it.
     """
-    from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.site.upgrade_check import upgrade  # noqa: PLC0415
+    from cadenza.slurm_plugin.site.facts import gather  # noqa: PLC0415
+    from cadenza.slurm_plugin.site.upgrade_check import upgrade  # noqa: PLC0415
 
     if ranks and not gpu:
         raise click.UsageError("--ranks needs --gpu")
@@ -62,9 +62,9 @@ def doctor(  # noqa: PLR0913 - an argument for each option
         findings: tuple[Finding, ...] = tuple(upgrade(gather(config), to))
     elif gpu:
         from cadenza.sidecar.agent_settings import AgentSettings, load_settings  # noqa: PLC0415
-        from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
-        from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
-        from cadenza.slurm_plugin.cli.site.rank_rows import try_ranks  # noqa: PLC0415
+        from cadenza.slurm_plugin.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
+        from cadenza.slurm_plugin.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
+        from cadenza.slurm_plugin.site.rank_rows import try_ranks  # noqa: PLC0415
 
         path = config or DEFAULT_PATH
         settings = load_settings(path) if config or path.exists() else AgentSettings()

@@ -13,9 +13,9 @@ import msgspec
 from cadenza.policies.core.errors import CadenzaError, InputError
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.cli.common import emit, say
-from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.site.lane_plan import SlurmNode, decode_nodes, names_in
 
 USER = "cadenza"
 """The service's user, as in its unit."""

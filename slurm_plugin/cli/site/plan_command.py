@@ -13,9 +13,13 @@ import msgspec
 from cadenza.policies.inputs.cluster import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
-from cadenza.slurm_plugin.cli.site.checks import Finding, failed, uses_factors
 from cadenza.slurm_plugin.cli.site.command import show
-from cadenza.slurm_plugin.cli.site.lane_plan import (
+from cadenza.slurm_plugin.cli.site.leftovers import MAX_BYTES, USER, show_leftovers, text_of
+from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
+from cadenza.slurm_plugin.gateway.slurm_json import Refused, left_out
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.site.checks import Finding, failed, uses_factors
+from cadenza.slurm_plugin.site.lane_plan import (
     LanePlan,
     decode_nodes,
     foreign_partitions,
@@ -24,11 +28,7 @@ from cadenza.slurm_plugin.cli.site.lane_plan import (
     on_demand,
     plan_lanes,
 )
-from cadenza.slurm_plugin.cli.site.leftovers import MAX_BYTES, USER, show_leftovers, text_of
-from cadenza.slurm_plugin.cli.site.site_priority import lacks
-from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, json_of, slurm_config
-from cadenza.slurm_plugin.gateway.slurm_json import Refused, left_out
-from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.site.site_priority import lacks
 
 FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
 

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cadenza.slurm_plugin.cli.site.checks import Finding
+from cadenza.slurm_plugin.site.checks import Finding
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_acceptance.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_acceptance.py"
 LEVELS = {"passed": "OK", "FAILED": "FAIL", "not run": "WARN"}
 RANKS_S = 1800.0
 """Longest time of all rows in seconds; each has a limit of its own."""

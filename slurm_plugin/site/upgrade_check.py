@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cadenza.slurm_plugin.cli.site.checks import Finding, rules_for
-from cadenza.slurm_plugin.cli.site.facts import Facts
 from cadenza.slurm_plugin.gateway.commands import FORMATS
 from cadenza.slurm_plugin.gateway.source_gateway import release_of
+from cadenza.slurm_plugin.site.checks import Finding, rules_for
+from cadenza.slurm_plugin.site.facts import Facts
 
 WINDOW = 3
 """Releases over which Slurm upgrades in one step (slurm.schedmd.com/upgrades.html)."""

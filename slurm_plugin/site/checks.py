@@ -15,11 +15,11 @@ from cadenza.policies.core.model import Host, Node
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
-from cadenza.slurm_plugin.cli.site.facts import Facts
-from cadenza.slurm_plugin.cli.site.site_priority import lacks
 from cadenza.slurm_plugin.gateway.source_gateway import release_of
 from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons, refusal_reason
 from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.site.facts import Facts
+from cadenza.slurm_plugin.site.site_priority import lacks
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 Rule: TypeAlias = tuple[Level, str, str, str, str]

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from cadenza.policies.core.errors import CadenzaError
-from cadenza.slurm_plugin.cli.site.checks import Finding
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
+from cadenza.slurm_plugin.site.checks import Finding
 
 KEYS = ("Prolog", "Epilog", "HealthCheckProgram", "TaskProlog", "TaskEpilog")
 """Settings that name programs which Slurm runs on a node (slurm.conf(5)); lists have one key for each, Epilog[0]."""

@@ -13,7 +13,6 @@ from msgspec import Meta
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted
 from cadenza.policies.sharing.turns.lanes import WEIGHT_STEP
-from cadenza.slurm_plugin.cli.site.checks import Finding, Rule, rules_for
 from cadenza.slurm_plugin.gateway.slurm_json import (
     ERRORS,
     MOST_NAMED,
@@ -26,6 +25,7 @@ from cadenza.slurm_plugin.gateway.slurm_json import (
 from cadenza.slurm_plugin.gateway.slurm_values import counts, gpu_count, hosts
 from cadenza.slurm_plugin.gateway.translate import lane_of
 from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT
+from cadenza.slurm_plugin.site.checks import Finding, Rule, rules_for
 
 UNSET = ("", "(null)", "N/A", "NONE")
 SINGLE = frozenset({"SelectType", "SelectTypeParameters", "JobRequeue"})

@@ -15,7 +15,7 @@ import msgspec
 from cadenza.sidecar.agent.driver import driver_trial, engine_trial, trial_record
 from cadenza.sidecar.agent.driver.cuda import MIN_VERSION
 from cadenza.sidecar.agent.driver.trial_record import EngineTrial, Record
-from cadenza.slurm_plugin.cli.site.checks import Finding
+from cadenza.slurm_plugin.site.checks import Finding
 
 EXCLUSIVE = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 """NVML's compute modes that keep a second process from a GPU (nvmlComputeMode_t)."""
