@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cadenza.sidecar.agent.ipc.processes import is_stepd
+from cadenza.sidecar.agent.ipc.processes import is_stepd, text_of
 
 MOUNT = Path("sys/fs/cgroup")
 STEP = "step_"
@@ -84,9 +84,9 @@ class Groups:
     def frozen(self) -> bool:
         """Return True if the freezer holds the process, by its own group or by one above it (version 1 or 2)."""
         if (inside := self.paths.get("freezer")) is not None:
-            return _lines(self.mount("freezer") / inside / "freezer.state") == ["FROZEN"]
+            return text_of(self.mount("freezer") / inside / "freezer.state") == "FROZEN"
         inside = self.paths.get("")
-        return inside is not None and "frozen 1" in _lines(self.mount("") / inside / "cgroup.events")
+        return inside is not None and "frozen 1" in text_of(self.mount("") / inside / "cgroup.events").splitlines()
 
     def all_jobs(self) -> Iterator[Path]:
         """Yield the groups of all of Slurm's jobs on this host, in the most reliable tree."""
@@ -115,15 +115,18 @@ def thawed_members_of(group: str, root: Path = Path("/")) -> Iterator[int]:
     """Yield the processes in a job's group that no freezer holds, slurmstepd's own among them."""
     controller, _, inside = group.partition(":")
     for folder in below(Groups(root).mount(controller) / inside):
-        frozen = _lines(folder / "freezer.state") == ["FROZEN"] or "frozen 1" in _lines(folder / "cgroup.events")
+        frozen = (
+            text_of(folder / "freezer.state") == "FROZEN"
+            or "frozen 1" in text_of(folder / "cgroup.events").splitlines()
+        )
         if not frozen:
-            yield from (int(line) for line in _lines(folder / "cgroup.procs") if line.isdigit())
+            yield from (int(line) for line in text_of(folder / "cgroup.procs").splitlines() if line.isdigit())
 
 
 def processes(folder: Path) -> Iterator[int]:
     """Yield the processes of a group and of all below it."""
     for group in below(folder):
-        for line in _lines(group / "cgroup.procs"):
+        for line in text_of(group / "cgroup.procs").splitlines():
             if line.isdigit():
                 yield int(line)
 
@@ -131,7 +134,7 @@ def processes(folder: Path) -> Iterator[int]:
 def of(pid: int, root: Path = Path("/")) -> Groups:
     """Return the control groups of a process; none if it is gone."""
     paths = {}
-    for line in _lines(root / f"proc/{pid}/cgroup"):
+    for line in text_of(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             paths[controller] = Path(path.strip().lstrip("/"))
@@ -164,11 +167,3 @@ def below(folder: Path) -> Iterator[Path]:
         for child in sorted(folder.iterdir()):
             if child.is_dir():
                 yield from below(child)
-
-
-def _lines(path: Path) -> list[str]:
-    """Return a file's lines; none if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

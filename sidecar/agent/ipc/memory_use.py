@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil  # type: ignore[import-untyped]
 
 from cadenza.sidecar.agent.ipc import cgroup_paths
+from cadenza.sidecar.agent.ipc.processes import text_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 PRESSURE = Path("/proc/pressure/memory")
@@ -32,7 +33,7 @@ class MemoryFiles(NamedTuple):
     def used_in(self, group: Path) -> int | None:
         """Return the bytes in use in a group and all below it; None where that is not counted."""
         used = _number(group / self.usage)
-        lines = (line.split() for line in _read(group / "memory.stat").splitlines()) if used is not None else ()
+        lines = (line.split() for line in text_of(group / "memory.stat").splitlines()) if used is not None else ()
         cache = next((int(line[1]) for line in lines if line[:1] == [self.cache] and line[1].isdigit()), 0)
         return None if used is None else max(0, used - cache)
 
@@ -73,7 +74,7 @@ def job_bytes(pids: Iterable[int], root: Path = Path("/")) -> int:
         group = files.used_in(folder) if folder is not None else None
         if group is not None:
             return group
-        lines = (line.split() for line in _read(root / f"proc/{pid}/status").splitlines())
+        lines = (line.split() for line in text_of(root / f"proc/{pid}/status").splitlines())
         kilobytes = {line[0]: int(line[1]) for line in lines if line and line[0] in ("RssAnon:", "RssShmem:")}
         private += kilobytes.get("RssAnon:", 0) << 10
         shared = max(shared, kilobytes.get("RssShmem:", 0) << 10)
@@ -82,7 +83,7 @@ def job_bytes(pids: Iterable[int], root: Path = Path("/")) -> int:
 
 def pressure_percent(path: Path = PRESSURE) -> float:
     """Return the share of the last ten seconds in which some process waited for memory; 0 where nothing counts it."""
-    for line in _read(path).splitlines():
+    for line in text_of(path).splitlines():
         kind, _, rest = line.partition(" avg10=")
         if kind == "some":
             return float(rest.split(maxsplit=1)[0])
@@ -91,13 +92,5 @@ def pressure_percent(path: Path = PRESSURE) -> float:
 
 def _number(path: Path) -> int | None:
     """Return a file's number; None for ``max`` and for a file that cannot be read."""
-    text = _read(path).strip()
+    text = text_of(path)
     return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    """Return a file's text; empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

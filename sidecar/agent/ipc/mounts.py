@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from cadenza.sidecar.agent.ipc.processes import text_of
+
 SHARED = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "smb3", "virtiofs"}
 )
@@ -37,11 +39,7 @@ def _name(point: str, kind: str, source: str, host: str) -> str:
 
 def _mounts(pid: int | None) -> Iterator[tuple[str, str, str]]:
     """Yield mount point, type and source of each mount that a process sees; those of this one without a ``pid``."""
-    try:
-        lines = Path(f"/proc/{pid or 'self'}/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(Path(f"/proc/{pid or 'self'}/mountinfo")).splitlines():
         before, _, after = line.partition(" - ")
         fields, rest = before.split(" "), after.split(" ")
         if len(fields) > 4 and len(rest) > 1:  # noqa: PLR2004 (the fifth is the mount point)

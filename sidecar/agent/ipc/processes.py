@@ -24,6 +24,14 @@ class Peer:
     uid: int
 
 
+def text_of(path: Path) -> str:
+    """Return the text of one of the kernel's files, without the newline at its end; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def peer_of(connection: socket.socket) -> Peer:
     """Return the credentials that the peer had when it connected."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -53,19 +61,12 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(name: str) -> list[str]:
     """Return the fields of /proc/NAME/stat from the state on; empty if the process or thread is gone."""
-    try:
-        text = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+    return text_of(Path(f"/proc/{name}/stat")).rpartition(")")[2].split()
 
 
 def boot_id() -> str:
     """Return the kernel's name of this boot; start times of another boot mean nothing."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return text_of(Path("/proc/sys/kernel/random/boot_id"))
 
 
 def parent_of(pid: int) -> int | None:

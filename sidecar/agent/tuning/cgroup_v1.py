@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.ipc.cgroup_paths import Groups
+from cadenza.sidecar.agent.ipc.processes import text_of
 from cadenza.sidecar.agent.tuning.limits import (
     MB,
     PERIOD_US,
@@ -24,7 +25,6 @@ from cadenza.sidecar.agent.tuning.limits import (
     put,
     put_bandwidth,
     rebind,
-    text_of,
 )
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant
 from cadenza.sidecar.agent.tuning.topology import listed, parse

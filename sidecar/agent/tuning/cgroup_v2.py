@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cadenza.sidecar.agent.ipc.cgroup_paths import below
+from cadenza.sidecar.agent.ipc.processes import text_of
 from cadenza.sidecar.agent.tuning.limits import (
     MB,
     PERIOD_US,
@@ -19,7 +20,6 @@ from cadenza.sidecar.agent.tuning.limits import (
     put,
     put_bandwidth,
     rebind,
-    text_of,
 )
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant
 from cadenza.sidecar.agent.tuning.topology import listed, parse

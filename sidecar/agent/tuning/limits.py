@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from cadenza.sidecar.agent.errors import AgentError
+from cadenza.sidecar.agent.ipc.processes import text_of
 from cadenza.sidecar.agent.tuning.planner import Grant
 from cadenza.sidecar.agent.tuning.topology import listed, parse
 
@@ -68,14 +69,6 @@ def put_bandwidth(quota: Path, burst: Path, limit: str, most_us: int) -> None:
         put(burst, "0")  # the kernel takes no quota below the burst that is set
         put(quota, limit)
     put(burst, str(most_us))
-
-
-def text_of(path: Path) -> str:
-    """Return a control file's text; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def megabytes(text: str) -> int | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from cadenza.sidecar.agent.ipc.processes import text_of
+
 CPUS = Path("sys/devices/system/cpu")
 NODES = Path("sys/devices/system/node")
 NVIDIA = Path("proc/driver/nvidia/gpus")
@@ -40,17 +42,17 @@ def read(root: Path = Path("/")) -> Topology:
     Files are those of Documentation/ABI (sysfs-devices-system-cpu, -node) and of the NVIDIA driver's
     ``/proc/driver/nvidia``. A kernel without NUMA has one node, 0.
     """
-    online = parse(_text(root / CPUS / "online"))
+    online = parse(text_of(root / CPUS / "online"))
     node_of = {
         cpu: int(folder.name.removeprefix("node"))
         for folder in sorted((root / NODES).glob("node[0-9]*"))
-        for cpu in parse(_text(folder / "cpulist"))
+        for cpu in parse(text_of(folder / "cpulist"))
     }
     core_of = {
-        cpu: min(parse(_text(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list")), default=cpu) for cpu in online
+        cpu: min(parse(text_of(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list")), default=cpu) for cpu in online
     }
     cpus = tuple(Cpu(cpu, core_of[cpu], node_of.get(cpu, 0)) for cpu in sorted(online))
-    lines = _text(root / "proc/meminfo").splitlines()
+    lines = text_of(root / "proc/meminfo").splitlines()
     memory_kb = next((int(line.split()[1]) for line in lines if line.startswith("MemTotal:")), 0)
     return Topology(cpus, memory_kb >> 10, dict(_gpu_nodes(root)))
 
@@ -58,9 +60,9 @@ def read(root: Path = Path("/")) -> Topology:
 def _gpu_nodes(root: Path) -> Iterable[tuple[int, int]]:
     """Yield the minor number, which is Slurm's index (gres.conf(5), File), and NUMA node of each NVIDIA GPU."""
     for folder in sorted((root / NVIDIA).glob("*")):
-        lines = _text(folder / "information").splitlines()
+        lines = text_of(folder / "information").splitlines()
         minor = next((line.split(":")[1] for line in lines if line.startswith("Device Minor")), "")
-        node = _text(root / PCI / folder.name / "numa_node")
+        node = text_of(root / PCI / folder.name / "numa_node")
         if minor.strip().isdigit() and node.isdigit():  # -1: unknown to the firmware
             yield int(minor), int(node)
 
@@ -91,11 +93,3 @@ def listed(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _text(path: Path) -> str:
-    """Return a file's text without the newline; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -67,9 +67,7 @@ Question = Callable[[Place], int]
 class Registration:
     """One saver of a session; its owner tells what it can do now, and withdraws it."""
 
-    def __init__(
-        self, savers: Savers, save: Saver, may: Question, holds: object, *, away: bool, unready: str
-    ) -> None:
+    def __init__(self, savers: Savers, save: Saver, may: Question, holds: object, *, away: bool, unready: str) -> None:
         self._savers, self.save, self.may, self.holds = savers, save, may, holds
         self.away, self.unready = away, unready
 
