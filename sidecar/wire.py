@@ -189,6 +189,7 @@ PASSED_GRADIENTS = 2
 PASSED_UNKNOWN_GRADIENTS = 3
 PASSED_EPOCH_END = 4
 PASSED_UNTIL_OWN_SAVE = 5
+PASSED_UNNAMED = 6
 PASSED_WORDS = {
     PASSED_EVALUATION: "it is in an evaluation, or one follows the step",
     PASSED_GRADIENTS: "gradients are pending: no optimizer has stepped since the boundary before, or backward() has "
@@ -197,6 +198,7 @@ PASSED_WORDS = {
     "set them to None before boundary()",
     PASSED_EPOCH_END: "the epoch's own work, after its last batch, is still to come",
     PASSED_UNTIL_OWN_SAVE: "it can be saved only where its script saves by itself",
+    PASSED_UNNAMED: "its script has not named this step: call keeper.at(step) in each step",
 }
 """Why a boundary is no save point, for people."""
 

@@ -99,6 +99,23 @@ def test_of_two_savers_both_must_find_theirs_and_one_that_came_later_nothing(tmp
     moved.check(tmp_path / "b", second, 7)
 
 
+def test_a_stage_that_is_over_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """A script with a keeper for each stage restores the first one's, and trains only after the second one's."""
+    kept, first = tmp_path / "tuned" / "step-00000007", tmp_path / "trained" / "step-00000030"
+    kept.mkdir(parents=True)
+    moved = Moved(kept, step=7)
+    moved.check(first.parent, first, 30)
+    moved.restored(first, 30)
+    with pytest.raises(LostCheckpointError, match="step-00000030"):
+        moved.at_boundary()
+    with pytest.raises(LostCheckpointError):
+        moved.check(kept.parent, None, None)
+    moved.check(kept.parent, kept, 7)
+    moved.restored(kept, 7)
+    moved.at_boundary()
+    assert moved.kinds == ["restored"]
+
+
 def test_a_rank_that_trains_without_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

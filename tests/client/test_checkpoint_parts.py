@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from cadenza.sidecar.client import rng_state
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files
+from cadenza.sidecar.client.checkpoints import CheckpointError, MismatchError, ResumableSampler, checkpoint, files
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -74,6 +75,81 @@ def test_nothing_restored_holds_the_file(tmp_path: Path) -> None:
     keeper.save(1)
     keeper.restore()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_what_is_inside_a_mapping_stays_the_same_too(tmp_path: Path) -> None:
+    """The script holds it by names of its own, and a defaultdict has to stay one."""
+    losses, seen, mean = [3.0], collections.defaultdict(list, {1: [2]}), torch.ones(2)
+    shared = torch.zeros(1)
+    log: dict[str, Any] = {"losses": losses, "inner": {"seen": seen}, "mean": mean, "best": shared, "last": shared}
+    keeper = checkpoint(tmp_path, own={"log": log})
+    log["last"] = torch.ones(1)
+    keeper.save(1)
+    losses[:], log["last"] = [1.0, 2.0], shared
+    seen[5].append(7)
+    mean.zero_()
+    keeper.restore()
+    assert (losses, dict(seen), mean.tolist()) == ([3.0], {1: [2]}, [1.0, 1.0])
+    assert log["losses"] is losses
+    assert log["inner"]["seen"] is seen
+    assert [log["best"].item(), log["last"].item()] == [0.0, 1.0], "one object for two of them is none for both"
+
+
+def test_the_order_of_parameters_may_be_another_one(tmp_path: Path) -> None:
+    """A script that collects their names in a set has another order in each process, and equal shapes."""
+    model = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    given = dict(model.named_parameters())
+
+    def made(names: list[str]) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [given[name] for name in names]}])
+
+    first = made(["0.weight", "1.weight", "2.bias"])
+    for number, name in enumerate(["0.weight", "1.weight", "2.bias"]):
+        given[name].grad = torch.full_like(given[name], float(number))
+    first.step()
+    checkpoint(tmp_path, model=model, optimizer=first).save(1)
+    other = made(["2.bias", "1.weight", "0.weight"])
+    checkpoint(tmp_path, model=model, optimizer=other).restore()
+    for name in ("0.weight", "1.weight", "2.bias"):
+        assert torch.equal(other.state[given[name]]["exp_avg"], first.state[given[name]]["exp_avg"])
+
+
+@pytest.mark.parametrize("job", ["7", "8"])
+def test_what_a_job_has_unfrozen_stays_so_in_its_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    """``if epoch == 2: unfreeze()`` is passed only once."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    checkpoint(tmp_path, model=model).save(1)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    again = nn.Linear(2, 2)
+    checkpoint(tmp_path, model=again).restore(adopt=True)
+    assert again.bias.requires_grad is (job == "8"), "another job decides by itself"
+
+
+@pytest.mark.parametrize("what", ["a group", "a layer", "data", "nothing"])
+def test_what_has_outgrown_its_start_is_not_ordered(tmp_path: Path, what: str) -> None:
+    """The next start restores before it comes to the place where the script adds it."""
+    model, more, data = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), [*range(8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keeper = checkpoint(tmp_path, model=model, optimizer=optimizer, sampler=ResumableSampler(data))
+    keeper.restore()
+    keeper.at(1)
+    if what == "a group":
+        optimizer.add_param_group({"params": more.parameters()})
+    elif what == "a layer":
+        model.append(more)
+    elif what == "data":
+        data.append(8)
+    if what == "nothing":
+        keeper._save_on_request()
+        return
+    with pytest.raises(CheckpointError, match="has grown or changed since restore"):
+        keeper._save_on_request()
+    assert not keeper._registration.ready
+    keeper.save(2)
 
 
 def test_tied_weights_and_views_are_written_once(tmp_path: Path) -> None:

@@ -373,6 +373,51 @@ def test_what_trains_and_is_in_no_keeper_is_named_once(
     assert LATER[change] in caplog.text
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_schedule_that_steps_after_the_boundary_is_named_before_the_job_can_be_moved(
+    tmp_path: Path, first: bool, every: int
+) -> None:
+    """``every``: steps of an epoch, after which its scheduler steps in any script."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)]
+    kinds = {1: lambda: schedules.ChainedScheduler(parts), 3: lambda: schedules.SequentialLR(optimizer, parts, [2])}
+    scheduler = kinds[every]()
+    session = client.attach(model, optimizer)
+    keeper = checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    for step in range(1, 8):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        if first and step % every == 0:
+            scheduler.step()
+        keeper.at(step)
+        session.boundary()
+        if not first and step % every == 0:
+            scheduler.step()
+    assert keeper._registration.ready is (first or every > 1)
+    assert ("ChainedScheduler steps after boundary()" in keeper._registration.unready) is (not first and every == 1)
+    assert keeper._schedules._end is None, "it follows no steps any more"
+
+
+@pytest.mark.parametrize("changes", ["in place", "anew", "not"])
+def test_a_buffer_that_changes_and_is_not_saved_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
+    monkeypatch.setattr(round_trip, "_told", set())
+    model = nn.Linear(2, 2)
+    model.register_buffer("mean", torch.zeros(2), persistent=False)
+    keeper = checkpoint(tmp_path, model=nn.Sequential(model))
+    for _ in range(3):
+        if changes == "in place":
+            model.mean.add_(1)
+        elif changes == "anew":
+            model.mean = model.mean + 1
+        keeper._learn()
+    assert caplog.text.count("will not bring back the buffer 0.mean") == (changes != "not")
+
+
 def test_what_a_keeper_has_inside_another_object_is_in_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,47 @@ def test_the_end_is_known_only_of_an_epoch_that_has_other_batches() -> None:
         assert (single.position, single.at_epoch_end) == (8, False)
 
 
+def test_the_length_is_that_of_the_epoch_throughout_it() -> None:
+    """So that ``i + 1 == len(loader)`` is the last batch, as with any other sampler."""
+    sampler = ResumableSampler(10)
+    loader = DataLoader(range(10), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [len(loader) for _ in sampler.batches(loader)] == [5] * 5
+    sampler.load_state_dict({**sampler.state_dict(), "position": 4})
+    assert [len(loader) for _ in sampler.batches(loader)] == [3] * 3, "the batches of this start"
+    assert len(loader) == 5
+
+
+@pytest.mark.parametrize("sets_epoch", [True, False])
+@pytest.mark.parametrize("reads_epoch", [True, False])
+def test_a_loop_that_leaves_its_epochs_early_is_not_ordered(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, sets_epoch: bool, reads_epoch: bool
+) -> None:
+    """A limit of batches is counted anew in each start; where steps are counted it does not matter."""
+    sampler = ResumableSampler(12)
+    loader = DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    keeper = checkpoint(tmp_path, sampler=sampler)
+    epochs = range(sampler.epoch if reads_epoch else 0, 2)
+    ready = []
+    for epoch in epochs:
+        if sets_epoch:
+            sampler.set_epoch(epoch)
+        for number, _ in enumerate(sampler.batches(loader)):
+            if number == 2:
+                break
+            keeper.at(4 * epoch + number)
+            keeper._learn()
+            ready.append(keeper._registration.ready)
+    assert ready == [True, True, not reads_epoch, not reads_epoch]
+    assert "before its end" not in caplog.text
+    if reads_epoch and sets_epoch:  # the first limit after a restore in the middle cannot be known before
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": 4})
+        sampler.left_early = False
+        next(sampler.batches(loader))
+        sampler.set_epoch(1)
+        assert "has left epoch 0" in caplog.text
+
+
 def test_a_loop_that_asks_for_just_so_many_batches_goes_on_with_the_next_epoch() -> None:
     sampler = ResumableSampler(4, shuffle=False)
     loader = DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza.sidecar import client
+from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.checkpoints import CheckpointError, Restored, ResumableSampler, checkpoint
 from cadenza.sidecar.client.checkpoints.step_units import (
     BOUNDARY,
+    NAMED_BACKWARDS,
     NAMED_TOO_EARLY,
+    NAMED_TWICE,
     NO_UNIT,
     NOT_NAMED_AGAIN,
     OWN,
@@ -25,6 +28,7 @@ from cadenza.sidecar.client.checkpoints.step_units import (
 from cadenza.sidecar.client.data import ElasticDataLoader
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.loader_workers import LIVING
+from cadenza.sidecar.client.session.savers import Place
 
 
 @pytest.fixture(autouse=True)
@@ -270,6 +274,47 @@ def test_a_step_may_be_numpys_and_not_a_fraction(tmp_path: Path) -> None:
 def test_restored_is_a_number() -> None:
     found = Restored(5, epoch=2, path=Path("/x"))
     assert (found + 1, list(range(found, 7)), repr(found), found or 3) == (6, [5, 6], "5", 5)
+    assert bool(Restored(0)), "step 0 was restored, too"
+    read = pickle.loads(pickle.dumps({"step": found}))["step"]  # noqa: S301
+    assert (read, type(read)) == (5, int), "in a file of the script's own"
+
+
+@pytest.mark.parametrize("name", ["epoch", "step in the epoch", "step", "step of an accumulation", "with a sampler"])
+def test_names_tell_one_step_from_the_next(tmp_path: Path, name: str) -> None:
+    sampler = ResumableSampler(100) if name == "with a sampler" else None
+    job = Job(tmp_path, sampler=sampler)
+    for step in range(12):
+        numbers = {"epoch": step // 4, "step in the epoch": step % 4, "step of an accumulation": step // 2}
+        if name == "step of an accumulation":
+            job.model(torch.ones(2, 4)).sum().backward()
+            if step % 2:
+                job.optimizer.step()
+        else:
+            job.train()
+        job.keeper.at(numbers.get(name, step // 4 if sampler else step))
+        client.boundary()
+    wrong = {"epoch": NAMED_TWICE, "step in the epoch": NAMED_BACKWARDS}
+    assert job.keeper._registration.unready == wrong.get(name, "")
+
+
+def test_a_name_is_of_one_step_alone(tmp_path: Path) -> None:
+    """As of a script that names each tenth step, or each epoch, or has boundaries in its evaluation, too."""
+    job = Job(tmp_path)
+    named = []
+    for step in range(1, 8):
+        job.train()
+        if step % 3 == 0:
+            job.keeper.at(step)
+        client.boundary(training=False)
+        client.boundary()
+        place = Place(training=True, in_step=False, own=None, evaluates_next=False, end_passed=False, stays=False,
+                      gradients=lambda: 0)  # fmt: skip
+        if job.keeper._registration.ready and job.keeper._may_save(place) == 0:
+            named.append(job.keeper.step)
+    assert named == [3, 6]
+    assert job.keeper._may_save(place) == wire.PASSED_UNNAMED
+    with pytest.raises(CheckpointError):
+        job.keeper._save_on_request()
 
 
 def test_a_boundary_that_was_not_seen_decides_nothing() -> None:
@@ -327,6 +372,7 @@ def test_periodic_saves_are_taken_at_save_points_with_the_scripts_own_step(
     restored = job.keeper.restore()
     assert isinstance(restored, Restored)
     assert (restored, restored.boundaries % 2) == (found[-1], 0)  # no gradients were pending
+    job.keeper.close()
 
 
 def test_without_a_known_unit_there_is_no_periodic_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +383,7 @@ def test_without_a_known_unit_there_is_no_periodic_save(tmp_path: Path, monkeypa
     job.keeper.every(minutes=1 / 60)
     job.steps(20)
     assert steps_of(tmp_path) == []
+    job.keeper.close()
 
 
 @pytest.mark.parametrize("kind", ["kept", "new each epoch", "with a state of its own"])

@@ -13,13 +13,16 @@ import torch
 from client_peer import Peer, Rank, Script
 from test_checkpoint_requested import requested_by, send_on
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client, wire
-from cadenza.sidecar.client.checkpoints import ResumableSampler
+from cadenza.sidecar.client.checkpoints import ResumableSampler, round_trip
+from cadenza.sidecar.client.data import ElasticDataLoader
+from cadenza.sidecar.client.loader_workers import IDLE
 from cadenza.sidecar.client.session import checkpoint_request, compiled_steps
 from cadenza.sidecar.client.session.checkpoint_request import Saved
 from cadenza.sidecar.client.session.job_session import Session
+from cadenza.sidecar.client.session.savers import Place
 
 
 @pytest.fixture
@@ -233,6 +236,51 @@ def test_the_last_batch_of_an_epoch_is_passed_where_there_is_another_save_point(
             session.boundary()
 
     assert saved_at(job, tmp_path, 2, train, lambda: (net.optimizer,)) == (taken, 0)
+
+
+def test_an_optimizer_of_a_later_stage_is_named_when_a_checkpoint_is_requested(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_trip, "_told", set())
+    net, session = Net(), client.attach()
+    keeper = client.checkpoint(tmp_path, model=net.model, optimizer=net.optimizer)
+    net.optimizer = torch.optim.Adam(net.model.parameters())
+    for step in range(1, 4):
+        net.backward()
+        net.step()
+        keeper.at(step)
+        session.step += 1  # a boundary, but for its look
+        passed = session.save_points.passes(session.trained, 1, lambda: True, session._place)
+    client.detach()
+    assert passed == 0
+    assert "the state of an optimizer that steps (Adam)" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "workers", "ElasticDataLoader", "accelerate", "one batch"])
+def test_the_last_batch_of_a_plain_loader_is_no_save_point(tmp_path: Path, kind: str) -> None:
+    """A script that numbers its steps and skips what is behind would not do the work of that epoch's end again."""
+    net, data = Net(), TensorDataset(torch.ones(8, 3))
+    session = client.attach(net.model, net.optimizer)
+    keeper = client.checkpoint(tmp_path, model=net.model, optimizer=net.optimizer)
+    make: Any = ElasticDataLoader if kind == "ElasticDataLoader" else DataLoader
+    loader: Any = make(data, batch_size=8 if kind == "one batch" else 2, num_workers=kind == "workers")
+    if kind == "accelerate":
+        loader = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(loader)
+    place = Place(training=True, in_step=False, own=None, evaluates_next=False, end_passed=True, stays=False,
+                  gradients=lambda: 0)  # fmt: skip
+    kept = iter(DataLoader(data, batch_size=8))
+    next(kept)
+    for _ in range(IDLE):  # one that the script keeps is in nobody's way
+        assert keeper._loader_ends.here()
+    found = []
+    for step, _ in enumerate(loader):
+        net.backward()
+        net.step()
+        keeper.at(step)
+        session.boundary()
+        found.append(keeper._may_save(place))
+    client.detach()
+    assert found == [0] * (len(loader) - 1) + [wire.PASSED_EPOCH_END]
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["asks for batches", "has left its loop"])

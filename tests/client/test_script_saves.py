@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -124,6 +125,39 @@ def test_directories_and_marker_files_count(saves: Callable[..., ScriptSaves], t
     look(found)
     assert look(found)
     assert found._save().path == str(place)  # type: ignore[attr-defined]
+
+
+def test_a_start_goes_on_from_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    """The node may have failed while the newest one was being written; the script would fail to read it for good."""
+    whole = tmp_path / "ckpt-10.pt"
+    torch.save({"step": 10}, whole)
+    later = [tmp_path / name for name in ("ckpt-20.pt", "ckpt-30.pt")]
+    later[0].write_bytes(whole.read_bytes()[:600])
+    later[1].touch()
+    found = script_saves.newest_whole(str(tmp_path / "*.pt"))
+    assert found is not None
+    assert found.path == str(whole)
+    for name, files in {"a-1": ("model.pt", "state_0.pt"), "a-2": ("model.pt",)}.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            torch.save({}, tmp_path / name / file)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events").write_text("older, and something else")
+    os.utime(tmp_path / "logs" / "events", (1, 1))
+    found = script_saves.newest_whole(str(tmp_path / "a-*"))
+    assert found is not None
+    assert found.path == str(tmp_path / "a-1")
+    torch.save({}, tmp_path / "a-2" / "state_0.pt")
+    (tmp_path / "a-2" / "done").touch()
+    found = script_saves.newest_whole(str(tmp_path))
+    assert found is not None
+    assert found.path == str(tmp_path / "a-2")
+    tensors = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    for name, rest in (("m-1.safetensors", b"1234"), ("m-2.safetensors", b"12")):
+        (tmp_path / name).write_bytes(len(tensors).to_bytes(8, "little") + tensors + rest)
+    found = script_saves.newest_whole(str(tmp_path / "*.safetensors"))
+    assert found is not None
+    assert found.path == str(tmp_path / "m-1.safetensors")
 
 
 def test_only_a_handled_signal_makes_a_job_movable(saves: Callable[..., ScriptSaves]) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,6 +58,11 @@ class Found(NamedTuple):
         return self.stamp[0][:2] != other.stamp[0][:2]
 
     @property
+    def files(self) -> set[str]:
+        """Names of a directory's files, without their numbers."""
+        return {_unnumbered(one[0].removeprefix(self.path)) for one in self.stamp}
+
+    @property
     def modified_s(self) -> float:
         """Epoch time of its last change."""
         return max((one[2] for one in self.stamp), default=0) / 1e9
@@ -63,6 +71,41 @@ class Found(NamedTuple):
 def newest(pattern: str) -> Found | None:
     """Return the checkpoint that was changed last; unfinished ones, by their names, do not count."""
     return max(candidates(pattern), key=lambda one: (one.modified_s, one.path), default=None)
+
+
+def newest_whole(pattern: str) -> Found | None:
+    """Return the newest checkpoint that its process has not left half written, as where its node failed.
+
+    A file in a format that tells its length has it, and a directory has all the files of the one before.
+    """
+    found = sorted(candidates(pattern), key=lambda one: (one.modified_s, one.path), reverse=True)
+    for place, one in enumerate(found):
+        before = next((other for other in found[place + 1 :] if _unnumbered(other.path) == _unnumbered(one.path)), one)
+        if one.files >= before.files and all(_is_whole(Path(file[0])) for file in one.stamp):
+            return one
+        _log.warning("%s: is not whole, and the checkpoint before it is used", one.path)
+    return None
+
+
+def _unnumbered(name: str) -> str:
+    """Return a name without its numbers."""
+    return re.sub(r"\d+", "", name)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file ends where its format says; most files of torch are zip archives."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+            size = file.seek(0, os.SEEK_END)
+            if path.suffix == ".safetensors" and size > len(head):
+                file.seek(8)
+                tensors = json.loads(file.read(int.from_bytes(head, "little")))
+                ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+                return size == 8 + int.from_bytes(head, "little") + max(ends, default=0)
+        return not head.startswith(b"PK\3\4") or zipfile.is_zipfile(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return False
 
 
 def candidates(pattern: str) -> Iterator[Found]:
@@ -75,7 +118,7 @@ def candidates(pattern: str) -> Iterator[Found]:
         name = Path(path).name
         if not name.startswith(".") and not name.endswith(UNFINISHED) and ".tmp" not in name:
             stamp = tuple(sorted(_stamps(Path(path))))
-            if stamp and not any(one[0].endswith(UNFINISHED) for one in stamp):
+            if sum(one[3] for one in stamp) and not any(one[0].endswith(UNFINISHED) for one in stamp):
                 yield Found(path, stamp)
 
 

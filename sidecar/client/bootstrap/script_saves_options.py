@@ -51,7 +51,7 @@ def prepare(options: Mapping[str, str], command: list[str], environ: dict[str, s
     argument = options.get(RESUME_ARG)
     if argument is None or environ.get("SLURM_RESTART_COUNT", "0") in {"", "0"}:
         return command
-    found = script_saves.newest(pattern)
+    found = script_saves.newest_whole(pattern)
     if found is None:
         return command if PLACE in argument else [*command, *shlex.split(argument)]
     return [*command, *(word.replace(PLACE, found.path) for word in shlex.split(argument))]

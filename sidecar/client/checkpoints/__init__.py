@@ -93,11 +93,13 @@ def _tell_once(sampler: Any, own: Any) -> None:
     absent = ["the position in the data (sampler=)"] if sampler is None else []
     absent += ["the generator of a DataLoader (own=)"] if seeded and own is None else []
     absent += (
-        ["anything else of the script's own, such as best values, an EMA or generators (own=)"] if own is None else []
+        ["anything else of the script's own, such as best values, an EMA, generators or a batch fetched ahead (own=)"]
+        if own is None
+        else []
     )
     if absent:
         _log.log(
-            logging.WARNING if loaders else logging.INFO,
+            logging.WARNING if loaders or own is None else logging.INFO,
             "a restore brings back what this checkpoint was given, and not %s",
             "; nor ".join(absent),
         )

@@ -16,27 +16,34 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from cadenza.sidecar import wire
 from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.directory import Facts
+from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
 from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner, owner_here
-from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, Part, tensors_in
+from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, ModelPart, Part, fits, tensors_in
 from cadenza.sidecar.client.checkpoints.periodic import Periodic
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
-from cadenza.sidecar.client.checkpoints.round_trip import LeftOut, RoundTrips
+from cadenza.sidecar.client.checkpoints.round_trip import LeftOut, RoundTrips, ScheduleOrder
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, Units
 from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError
-from cadenza.sidecar.client.loader_workers import living_workers
+from cadenza.sidecar.client.loader_workers import LoaderEnds, living_workers
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.session.checkpoint_request import Saved
 from cadenza.sidecar.client.session.savers import Place
 from cadenza.sidecar.client.zip_equal import zip_equal
 
 _log = logging.getLogger("cadenza.client")
+
+LEFT_EARLY = (
+    "its loop leaves epochs of the ResumableSampler before their end, and a start in the middle of one would not know "
+    "where: give the sampler as many samples as an epoch has, or count steps instead of reading sampler.epoch"
+)
 
 
 class Checkpoint:
@@ -77,6 +84,11 @@ class Checkpoint:
         self._units = Units(lambda: self._session.trained)
         self._trips = RoundTrips(parts)
         self._left_out = LeftOut()
+        self._schedules = ScheduleOrder(part.thing for part in parts.values())
+        modules = [part.thing for part in parts.values() if isinstance(part, ModelPart)]
+        for part in parts.values():
+            if isinstance(part, OptimizerPart):
+                part.modules = modules
         self._stopped = ""
         """The reason why nothing is requested any more."""
         self._looked_for_workers = False
@@ -86,6 +98,13 @@ class Checkpoint:
         """Versions at the last boundary that had something to decide."""
         self._periodic: Periodic | None = None
         self._batches = self._handed_out
+        self._loader_ends = LoaderEnds()
+        groups = [group for part in parts.values() for group in getattr(part.thing, "param_groups", ())]
+        params = (one for group in groups for one in group["params"] if one.requires_grad and not is_lazy(one))
+        self._tracked = next(params, None) if sampler is None else None
+        """A parameter whose changes tell one step from the next, where no sampler does."""
+        self._form: dict[str, Any] | None = None
+        """Names and shapes at ``restore()``, which the next start has there, too."""
         self._registration = self._session.add_saver(
             self._save_on_request, self._may_save, holds=self._watched, away=True, unready="its keeper is being made"
         )
@@ -128,6 +147,7 @@ class Checkpoint:
             self._ranks.roll_call("save()")
             self._units.saved(step)
             self._try_parts()
+            self._stopped = self._stopped or self._outgrown()
             self._tell()
             captured = self._capture(step, self._staging)
             facts = self._facts(ordered=False)
@@ -163,6 +183,7 @@ class Checkpoint:
             loaded = search.loaded
             # 2. Check on all ranks that it is this job's, and fits it; nothing is changed before.
             self._ranks.all_ranks(lambda: self._admit(loaded, adopt=adopt, known=known))
+            self._form = self._form_here()
             if loaded is None:
                 return None
             targets = self._ranks.all_ranks(lambda: self._check(loaded))
@@ -195,12 +216,14 @@ class Checkpoint:
 
         A checkpoint that Cadenza requests carries the number that was named last.
         """
+        version = 0 if self._tracked is None else self._tracked._version  # noqa: SLF001
         if self._units.unchecked:
             self._await_boundary()
-            self._units.at(_number(step), trained=self._seen != self._at_boundary or not self._seen)
+            trained = self._seen != self._at_boundary or not self._seen
+            self._units.at(_number(step), trained=trained, version=version)
         else:
-            self._units.at(_number(step))
-        if self._registration.unready or not self._registration.away:
+            self._units.at(_number(step), version=version)
+        if self._registration.unready or not self._registration.away or self._units.misplaced:
             self._try_parts()
             self._tell()
 
@@ -274,6 +297,9 @@ class Checkpoint:
     def _leave(self) -> None:
         """Take no further part in the session."""
         self._registration.withdraw()
+        self._schedules.close()
+        if self._periodic is not None:
+            self._periodic.over()
         with contextlib.suppress(ValueError):
             self._session.looks.remove(self._look)
             self._session.save_points.on_sample.remove(self._left_out.look)
@@ -329,6 +355,10 @@ class Checkpoint:
             self._units.decide(changed=self._seen != self._at_boundary)
         if isinstance(self._sampler, ResumableSampler) and self._sampler.gives_epochs:
             self._units.follow(self._handed_out - self._batches)
+        self._left_out.look_at_buffers(part.thing for part in self._parts.values() if isinstance(part, ModelPart))
+        at_end = isinstance(self._sampler, ResumableSampler) and self._sampler.position >= self._sampler.length
+        if self._schedules.look(at_epoch_end=at_end):
+            self._session.memory_step = 0
         self._try_parts()
         self._tell()
 
@@ -341,6 +371,9 @@ class Checkpoint:
         """Tell the session whether a checkpoint can be requested, and why not."""
         units = self._units
         reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
+        reason = reason or self._schedules.late
+        if isinstance(self._sampler, ResumableSampler) and self._sampler.gives_epochs and self._sampler.left_early:
+            reason = reason or LEFT_EARLY
         if not reason and not self._looked_for_workers:
             self._looked_for_workers = True
             reason = self._stopped = living_workers()
@@ -348,24 +381,56 @@ class Checkpoint:
 
     def _may_save(self, place: Place) -> int:
         """Return the obstacle to a requested checkpoint at a boundary, as ``PASSED_…``; 0 if there is none."""
+        self._tell()
+        if self._registration.unready:
+            return 0  # the order is given back with the reason
         if self._units.unit == OWN:
             return place.own_save(self._registration)
-        in_batches = isinstance(self._sampler, ResumableSampler) and self._sampler.in_batches
-        return place.obstacle(at_epoch_end=self._at_epoch_end, before_next_batch=in_batches)
+        sampler = self._sampler if isinstance(self._sampler, ResumableSampler) else None
+        answer = place.obstacle(
+            at_epoch_end=sampler is not None and sampler.at_epoch_end,
+            before_next_batch=sampler is not None and sampler.in_batches,
+        )
+        if answer > 0 or (place.own is not None and self._registration in place.own):
+            return answer
+        if self._units.outdated:
+            return wire.PASSED_UNNAMED
+        # A sampler that is restored at its end has the rest of that epoch done again; nothing else has.
+        return wire.PASSED_EPOCH_END if sampler is None and self._loader_ends.here() else answer
 
     @property
     def _at_epoch_end(self) -> bool:
         """True at the last batch of an epoch, as far as is known."""
-        return isinstance(self._sampler, ResumableSampler) and self._sampler.at_epoch_end
+        if isinstance(self._sampler, ResumableSampler):
+            return self._sampler.at_epoch_end
+        return self._loader_ends.here()
+
+    def _form_here(self) -> dict[str, Any]:
+        """Return names and shapes of modules, groups of optimizers and length of the data, as they are now."""
+        parts = {name: one for name, one in self._parts.items() if isinstance(one, (ModelPart, OptimizerPart))}
+        found: dict[str, Any] = {name: one.form() for name, one in parts.items()}
+        return {**found, **({"sampler": self._sampler.length} if isinstance(self._sampler, ResumableSampler) else {})}
+
+    def _outgrown(self) -> str:
+        """Return why the next start could not restore what is saved now; "" if it can."""
+        now = self._form_here() if self._form is not None else {}
+        changed = next((name for name in now if not fits((self._form or {})[name], now[name])), None)
+        return "" if changed is None else (
+            f"{changed} has grown or changed since restore(), so the next start could not restore it: make the layers, "
+            "groups of parameters and data of all stages before restore()"
+        )  # fmt: skip
 
     def _look_at_clock(self, periodic: Periodic) -> None:
         """Save if a periodic save is due and this boundary is a save point; set the step of the next look."""
         session = self._session
         boundaries = session.trained
         step_s = session.sum_ns / 1e9 / boundaries if boundaries else 0.0
-        may = self._units.step is not None and not self._saving and not self._at_epoch_end
+
+        def may() -> bool:
+            return self._units.step is not None and not self._saving and not self._at_epoch_end
+
         try:
-            if periodic.saves(session.step, step_s, self._watched, may=may):
+            if periodic.saves(session.step, step_s, self._watched, may):
                 self._save_periodically()
         except Exception as error:  # noqa: BLE001 - the training goes on
             _log.error("the periodic save failed: %s", error)
@@ -401,9 +466,12 @@ class Checkpoint:
             if self._units.by_batches:
                 self._units.follow(self._handed_out - self._batches)
             step = self._units.step
-            if step is None:
+            self._stopped = self._stopped or self._outgrown()
+            if step is None or self._stopped:
                 self._tell()
-                raise CheckpointError(self._units.unknown or "only the script itself can number its checkpoint")
+                raise CheckpointError(
+                    self._stopped or self._units.unknown or "only the script itself can number its checkpoint"
+                )
             staging = Staging(keep=False) if self._session.away else self._staging
             saved = self._write(step, self._capture(step, staging), self._facts(ordered=True))
             self._requested[Path(saved.path)] = step
@@ -535,8 +603,12 @@ class Checkpoint:
         """Set everything, random numbers last."""
         if self._sampler is not None:
             self._sampler.load_state_dict(loaded.own["sampler"])
+        mine = loaded.facts.owner.job and loaded.facts.owner.job == owner_here().job
         for name, part in self._parts.items():
-            part.restore(loaded.shared["parts"][name], read)
+            saved = loaded.shared["parts"][name]
+            part.restore(saved, read)
+            if mine and isinstance(part, ModelPart):  # another job may freeze others
+                part.freeze(saved)
         rank, step = self._ranks.rank, loaded.place.step
         for name, generator in self._generators.items():
             if rank < loaded.world_size or loaded.own["alike"]:

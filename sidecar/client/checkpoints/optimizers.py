@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,41 @@ class OptimizerPart:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
         self.thing: Any = optimizer
+        self.modules: Sequence[torch.nn.Module] = ()
+        """Modules of the same checkpoint, which name its parameters."""
 
     def capture(self) -> dict[str, Any]:
-        """Return the state dict, with the optimizer's class and the shapes of its parameters."""
+        """Return the state dict, with the optimizer's class and the shapes and names of its parameters."""
         shapes = [[list(param.shape) for param in group["params"]] for group in self._optimizer.param_groups]
-        return {"type": type(self._optimizer).__qualname__, "shapes": shapes, "state": self._optimizer.state_dict()}
+        described = {"type": type(self._optimizer).__qualname__, "shapes": shapes, "names": self._names()}
+        return {**described, "state": self._optimizer.state_dict()}
+
+    def _names(self) -> list[list[str]]:
+        """Return the names of its parameters by group, "" where none is known."""
+        named = ((f"{number}.{name}", param) for number, one in enumerate(self.modules)
+                 for name, param in one.named_parameters())  # fmt: skip
+        names = {id(param): name for name, param in named}
+        return [[names.get(id(param), "") for param in group["params"]] for group in self._optimizer.param_groups]
+
+    def _in_order_here(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the saved state with each group's parameters in this process's order.
+
+        A script that collects them in a set of names has another order in each process.
+        """
+        groups, shapes, given = [], [], saved["state"]["param_groups"]
+        for number, here in enumerate(self._names()):
+            group, sizes, there = given[number], saved["shapes"][number], saved["names"][number]
+            places = {name: place for place, name in enumerate(there) if name}
+            order = [places[name] for name in here] if len(here) == len(places) and {*here} == places.keys() else None
+            groups.append(group if order is None else {**group, "params": [group["params"][place] for place in order]})
+            shapes.append(sizes if order is None else [sizes[place] for place in order])
+        return {**saved, "shapes": shapes, "state": {**saved["state"], "param_groups": groups}}
+
+    def form(self) -> dict[int, dict[int, list[int] | None]]:
+        """Return the shapes of its parameters by group, None for one that is still to come."""
+        groups = [[None if is_lazy(one) else list(one.shape) for one in group["params"]]
+                  for group in self._optimizer.param_groups]  # fmt: skip
+        return {number: dict(enumerate(shapes)) for number, shapes in enumerate(groups)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare class, groups and the shapes of the parameters."""
@@ -55,6 +85,7 @@ class OptimizerPart:
         if [len(group["params"]) for group in groups] != [len(group) for group in shapes]:
             there, counted = [len(group) for group in shapes], [len(group["params"]) for group in groups]
             raise MismatchError(f"{self._name}: the checkpoint has groups of {there} parameters, this job {counted}")
+        shapes = self._in_order_here(saved)["shapes"]
         for number, (group, saved_shapes) in enumerate(zip_equal(groups, shapes)):
             for index, (param, shape) in enumerate(zip_equal(group["params"], saved_shapes)):
                 if not is_lazy(param) and list(param.shape) != shape:
@@ -63,7 +94,7 @@ class OptimizerPart:
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return new tensors, placed like their parameters, for the state that was saved sharded."""
-        targets = {}
+        targets, saved = {}, self._in_order_here(saved)
         for index, param in self._params(saved):
             for key, value in saved["state"]["state"].get(index, {}).items():
                 if is_shard(value):
@@ -79,6 +110,7 @@ class OptimizerPart:
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
         """Load the state dict; then put the objects back that load_state_dict replaces."""
         optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._optimizer.state
+        saved = self._in_order_here(saved)
         wanted = {index: self._placed(index, saved, read, param) for index, param in self._params(saved)}
         state.clear()
         saved_state = {index: values for index, values in wanted.items() if values is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import OrderedDict
@@ -53,7 +54,12 @@ class ModelPart:
         for key, value in state.items():
             if is_lazy(value):
                 raise UsageError(f"{self._name}: {key} has no shape yet: run the module once before the first save")
-        return {"state": dict(state), "versions": dict(getattr(state, "_metadata", {}))}
+        trains = [name for name, param in self._module.named_parameters() if param.requires_grad]
+        return {"state": dict(state), "versions": dict(getattr(state, "_metadata", {})), "trains": trains}
+
+    def form(self) -> dict[str, Any]:
+        """Return the names and shapes of its state, None for a shape that is still to come."""
+        return {key: shape_of(value) for key, value in self._module.state_dict().items()}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
@@ -78,6 +84,13 @@ class ModelPart:
         state = OrderedDict((key, _as_live(value, live[key], read)) for key, value in saved["state"].items())
         state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]  # noqa: SLF001 - where torch looks
         self._module.load_state_dict(state, strict=True)
+
+    def freeze(self, saved: Mapping[str, Any]) -> None:
+        """Have the same parameters trained as where the job was saved: its script may unfreeze some just once."""
+        trains = {*saved["trains"]}
+        for name, param in self._module.named_parameters():
+            if param.is_leaf and param.requires_grad != (name in trains):
+                param.requires_grad_(name in trains)
 
 
 class StatefulPart:
@@ -142,7 +155,7 @@ class TensorPart:
 
 
 class ValuesPart:
-    """A mapping of the job's own, such as ``{"best_loss": 0.3}``; it stays the same object."""
+    """A mapping of the job's own, such as ``{"best_loss": 0.3}``; it and what is inside stay the same objects."""
 
     def __init__(self, name: str, values: MutableMapping[str, Any]) -> None:
         self._name, self._values = name, values
@@ -154,7 +167,7 @@ class ValuesPart:
         return {"state": dict(self._values), "devices": devices_of(self._values)}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:  # noqa: ARG002 - the protocol's
-        """Return nothing: the values of a mapping are replaced."""
+        """Return nothing: no value of a mapping is sharded."""
         return {}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -163,9 +176,8 @@ class ValuesPart:
             raise MismatchError(f"{self._name}: the checkpoint has something else here than a mapping of values")
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:  # noqa: ARG002
-        """Replace the mapping's items."""
-        self._values.clear()
-        self._values.update(on_devices(dict(saved["state"]), saved.get("devices", ())))
+        """Set the mapping's items."""
+        _refill(self._values, on_devices(dict(saved["state"]), saved.get("devices", ())), set())
 
 
 class GeneratorPart:
@@ -298,6 +310,37 @@ def _unwrapped(name: str, module: nn.Module) -> nn.Module:
         raise UsageError(f"{name}: FullyShardedDataParallel keeps flat shards; wrap the model with fully_shard()")
     inside = _WRAPPERS.get(type(module).__name__)
     return module if inside is None else _unwrapped(name, getattr(module, inside))
+
+
+def _refill(live: Any, saved: Any, used: set[int]) -> Any:
+    """Return a saved value, where possible in the live object: the script may hold it by another name, too."""
+    again, kind = id(live) in used, type(live)
+    used.add(id(live))
+    if isinstance(live, MutableMapping) and isinstance(saved, Mapping) and not again:
+        items = {key: _refill(live.get(key), item, used) for key, item in saved.items()}
+        live.clear()
+        live.update(items)
+        return live
+    if kind is list and isinstance(saved, list) and not again:
+        live[:] = [_refill(old, item, used) for old, item in itertools.zip_longest(live[: len(saved)], saved)]
+        return live
+    if kind is not torch.Tensor or type(saved) is not torch.Tensor or again:
+        return saved
+    alike = (live.shape, live.dtype, live.device) == (saved.shape, saved.dtype, saved.device)
+    plain = live.is_contiguous() and not (live.requires_grad or live.is_inference())
+    return live.copy_(saved) if alike and plain else saved
+
+
+def shape_of(value: Any) -> list[int] | None:
+    """Return a tensor's shape; None for one that has none yet, and for anything else."""
+    return None if not isinstance(value, torch.Tensor) or is_lazy(value) else list(value.shape)
+
+
+def fits(before: Any, now: Any) -> bool:
+    """Return whether two forms are the same, but for shapes that were still to come."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(fits(before[key], now[key]) for key in before)
+    return before is None or bool(before == now)
 
 
 def _same_form(name: str, saved: Any, live: torch.Tensor) -> None:

@@ -39,8 +39,8 @@ class Periodic:
             return max(step + 1, self._from)
         return step + self._stride(step_s)
 
-    def saves(self, step: int, step_s: float, watched: Callable[[], Iterable[object]], *, may: bool) -> bool:
-        """Return whether to save at this boundary; ``may`` is False where the script's epoch ends."""
+    def saves(self, step: int, step_s: float, watched: Callable[[], Iterable[object]], may: Callable[[], bool]) -> bool:
+        """Return whether to save at this boundary; ``may()`` is False where the script's epoch ends."""
         if self._from is None:
             self._from = self._begin(step, step_s)
         if self._from is None or step < self._from:
@@ -49,7 +49,7 @@ class Periodic:
         self._tries += 1
         if first:
             self._gradients.follow(lambda: self._from is not None)
-        if not self._gradients.pending(watched()) and may and not first:
+        if not self._gradients.pending(watched()) and not first and may():
             self.over()
             return True
         if self._tries > TRIES:

@@ -49,6 +49,10 @@ class ResumableSampler(Sampler[int]):
         """The script has read ``epoch``: its loop over epochs resumes by it, and not by the step of a checkpoint."""
         self.position = 0
         """Number of this epoch's samples that all ranks together have trained; at its end the length."""
+        self._start = 0
+        """Position at which this process began the epoch."""
+        self.left_early = False
+        """The script's loop leaves an epoch before its end: what ends it, such as a limit of batches, is not known."""
         self.handed_out = 0
         """Number of batches that ``batches()`` has handed out in this process."""
         self.on_next: Callable[[], object] = bool
@@ -82,15 +86,22 @@ class ResumableSampler(Sampler[int]):
         return self._by_batches and self.position > 0
 
     def __len__(self) -> int:
-        """Return the number of this epoch's samples that are left for this rank."""
-        size, left = self._world()[1], self.length - self.position
-        return left // size if self.drop_last else -(-left // size)
+        """Return the number of samples that this process has for this rank in this epoch, from its beginning on.
+
+        So the loader's length is right throughout an epoch: ``if i + 1 == len(loader)`` is its last batch.
+        """
+        return self._share(self.length - self._start)
+
+    def _share(self, samples: int) -> int:
+        """Return this rank's share of a number of samples."""
+        size = self._world()[1]
+        return samples // size if self.drop_last else -(-samples // size)
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's part of the rest of the epoch; nothing, once, where it was restored at its end."""
         self._leave_end()
         rank, size = self._world()
-        order, count, start = self._order(), len(self), self.position + rank
+        order, count, start = self._order(), self._share(self.length - self.position), self.position + rank
         mine = order[start::size][:count]
         self._unaccounted = count > 0
         yield from mine.tolist() if isinstance(mine, torch.Tensor) else mine
@@ -130,9 +141,10 @@ class ResumableSampler(Sampler[int]):
             raise UsageError("batches() needs a loader with a batch_size; else call advance(samples) after each step")
         self.on_next()
         self._leave_end()
+        self._look_back()
         self._by_batches = True
         drops = bool(getattr(loader, "drop_last", False))
-        left = len(self)
+        left = self._share(self.length - self.position)
         if left >= (size if drops else 1):  # with more ranks than before, or at the epoch's end, no batch may be left
             with torch.random.fork_rng([]) if self.position else contextlib.nullcontext():
                 iterator = iter(loader)
@@ -150,13 +162,24 @@ class ResumableSampler(Sampler[int]):
         if self._counts and self.position >= self.length:
             self._go_to(self._epoch + 1)
 
+    def _look_back(self) -> None:
+        """Note whether the loop that took batches before has left its epoch in the middle."""
+        if self._by_batches and self._counts and self.position < self.length:
+            if self._start and not self.left_early and self.gives_epochs:
+                _log.warning(
+                    "the loop has left epoch %d, which this start began in the middle, before its end: if that was "
+                    "after a number of batches, it has counted those of this start only", self._epoch,
+                )  # fmt: skip
+            self.left_early = True
+
     def _go_to(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self._epoch, self.position, self._counts = epoch, 0, 0
+        self._epoch, self.position, self._start, self._counts = epoch, 0, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of another epoch; in the epoch at hand the position stays."""
         if epoch != self._epoch:
+            self._look_back()
             self._go_to(epoch)
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -178,7 +201,7 @@ class ResumableSampler(Sampler[int]):
             raise MismatchError(f"sampler: the checkpoint has {state['length']} samples, this job has {self.length}")
         for name in ("seed", "position", "shuffle"):
             setattr(self, name, state[name])
-        self._epoch = state["epoch"]
+        self._epoch, self._start = state["epoch"], state["position"]
         self._unaccounted = False
         self._counts = 0
 

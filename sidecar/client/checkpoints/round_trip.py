@@ -14,7 +14,7 @@ import io
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -28,6 +28,8 @@ from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
 from cadenza.sidecar.client.checkpoints.parts import ModelPart, Part, StatefulPart, tensors_in
 from cadenza.sidecar.client.checkpoints.staging import Staging, is_sharded
 from cadenza.sidecar.client.clock import monotonic_ns
+from cadenza.sidecar.client.session import compiled_steps
+from cadenza.sidecar.client.session.save_points import Stamp
 from cadenza.sidecar.client.zip_equal import zip_equal
 
 LIMIT_BYTES = 256 << 20
@@ -38,6 +40,9 @@ _OWN_FORM = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from
 RARER = 4
 """A look goes through all objects of the process, which takes tens of milliseconds; so many times later is the next."""
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+SCHEDULE_STEPS, SCHEDULE_LOOKS = 3, 16
+"""Steps in a row, from the first on, at which a late scheduler was late; and boundaries at which that is looked for."""
+LAST = "call boundary() last in a step"
 
 _log = logging.getLogger("cadenza.client")
 _told: set[str] = set()
@@ -346,6 +351,7 @@ class LeftOut:
     """Compares a process's training with what its keepers hold: where another optimizer steps, and now and then."""
 
     def __init__(self) -> None:
+        self._buffers: dict[str, Stamp] | None = None
         self._samples, self._next = 0, 1
         self._known: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 
@@ -362,6 +368,25 @@ class LeftOut:
             return
         except Exception as error:  # noqa: BLE001 - it runs in the user's step, reads the user's objects, and only warns
             _log.debug("what a restore leaves out is not known: %s: %s", type(error).__name__, error)
+
+    def look_at_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Warn, at the second look, of buffers that no checkpoint has and that have changed since the first."""
+        if self._buffers is not None and not self._buffers:
+            return
+        found = {
+            f"{name}.{key}".lstrip("."): module.get_buffer(key)
+            for root in modules
+            for name, module in root.named_modules()
+            for key in module._non_persistent_buffers_set  # noqa: SLF001
+            if getattr(module, key, None) is not None
+        }
+        before, self._buffers = self._buffers, {}
+        if before is None:
+            self._buffers = {name: Stamp(buffer) for name, buffer in found.items()}
+            return
+        for name, buffer in found.items():
+            if name in before and not before[name].same(buffer):
+                _tell(f"the buffer {name}, which changes in training and has persistent=False; give it as own=")
 
     def _compare(self, stepping: Sequence[optim.Optimizer], held: Iterable[object]) -> None:
         kept = _reached(held)
@@ -383,6 +408,65 @@ def _tell(what: str) -> None:
     if what not in _told:
         _told.add(what)
         _log.warning("a restore will not bring back %s of client.checkpoint(), or make the keeper after it", what)
+
+
+class ScheduleOrder:
+    """Learns from a job's first steps whether a schedule is a step behind at each boundary.
+
+    A scheduler's step that follows ``boundary()`` in the script would be missing in a checkpoint of that boundary.
+    """
+
+    def __init__(self, things: Iterable[object]) -> None:
+        self._schedulers = [one for one in things if isinstance(one, SCHEDULERS)]
+        self.late = ""
+        """A sentence on the scheduler; "" while none is known to be late."""
+        self._end: Callable[[], None] | None = None
+        self._looks = 0
+        self._before: list[Any] = []
+        """The schedulers' counts at the last boundary, at the first step since, and at the last one."""
+        self._first: dict[int, Any] = {}
+        self._last: dict[int, Any] = {}
+        self._times: collections.Counter[int] = collections.Counter()
+
+    def look(self, *, at_epoch_end: bool) -> bool:
+        """Compare at a boundary; return True to be called at the next one, too."""
+        if not self._schedulers:
+            return False
+        counts = [_count_of(one) for one in self._schedulers]
+        if self._end is None:
+            self._end = compiled_steps.follow_steps(self._on_step)
+        for number, (before, now) in enumerate(zip(self._before, counts)):
+            if number in self._first and before is not None:
+                late = before != self._first[number] and self._last[number] == now and not at_epoch_end
+                self._times[number] = self._times[number] + 1 if late else -SCHEDULE_LOOKS
+                if self._times[number] == SCHEDULE_STEPS:
+                    name = type(self._schedulers[number]).__name__
+                    self.late = f"its {name} steps after boundary(), and a checkpoint would lack that step: {LAST}"
+        self._before, self._looks = counts, self._looks + 1
+        self._first.clear()
+        if self.late or self._looks > SCHEDULE_LOOKS or all(self._times[n] < 0 for n in range(len(counts))):
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Learn no more."""
+        self._schedulers = []
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def _on_step(self, optimizer: Any) -> None:
+        for number, one in enumerate(self._schedulers):
+            if one.optimizer is optimizer:
+                self._last[number] = _count_of(one)
+                self._first.setdefault(number, self._last[number])
+
+
+def _count_of(scheduler: Any) -> Any:
+    """Return a number that grows with a scheduler's steps; a chained one has those of the others."""
+    inside = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), [getattr(one, "last_epoch", None) for one in inside]
 
 
 def _reached(held: Iterable[object]) -> set[int]:

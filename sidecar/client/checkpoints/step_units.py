@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 UNKNOWN, NAMED, BOUNDARY, OWN = "", "named", "boundary", "own"
 """Units: not known yet; the script names each step by ``at``; one training boundary a step; another one of the
@@ -15,6 +15,11 @@ NAMED_TOO_EARLY = (
     "keeper.at(step) is called before the training of a step: call it after the optimizer's step, right before "
     "boundary()"
 )
+NAMED_TWICE = (
+    "keeper.at(step) gives one number to several steps, and no sampler= knows the place between them: count the steps "
+    "of all epochs"
+)
+NAMED_BACKWARDS = "keeper.at(step) counts from 0 again: count the steps of all epochs"
 NOT_NAMED_AGAIN = "its script named its steps before this start, and has not called keeper.at(step) yet"
 
 
@@ -39,6 +44,14 @@ class Restored(int):
         made.epoch, made.ordered, made.boundaries, made.path = epoch, ordered, boundaries, path
         return made
 
+    def __bool__(self) -> bool:
+        """Step 0 was restored, too: ``if keeper.restore(): …``."""
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be a plain number in the files of a script: one that reads them need not have this package."""
+        return int, (int(self),)
+
     @property
     def step(self) -> int:
         """The step as a plain number."""
@@ -59,6 +72,11 @@ class Units:
         self.unit = UNKNOWN
         self.named: int | None = None
         """The step that the script named last by ``at``."""
+        self._named_after = 0
+        """Training boundaries before that."""
+        self._version: int | None = None
+        self._named_steps, self._misnamed = 0, ""
+        """Version of a parameter when a step was named; how often it had changed under the present name."""
         self.by_batches = False
         """The unit was learned from the sampler's batches, and holds as long as there is one a boundary."""
         self._base_step, self._base_boundaries, self._base = 0, 0, trained()
@@ -83,8 +101,13 @@ class Units:
     def step(self) -> int | None:
         """Step of a checkpoint at this boundary; None if only the script itself can number it."""
         if self.named is not None:
-            return self.named
+            return None if self.outdated else self.named
         return self._base_step + self.since if self.unit == BOUNDARY else None
+
+    @property
+    def outdated(self) -> bool:
+        """True where the script has named another step than the one at hand, such as each tenth or the last epoch."""
+        return self.named is not None and self._trained() > self._named_after + 1
 
     @property
     def unknown(self) -> str:
@@ -96,7 +119,7 @@ class Units:
     @property
     def misplaced(self) -> str:
         """The reason why the script's names cannot be used; "" if they can."""
-        return NAMED_TOO_EARLY if self._too_early else ""
+        return NAMED_TOO_EARLY if self._too_early else self._misnamed
 
     @property
     def undecided(self) -> bool:
@@ -108,18 +131,27 @@ class Units:
         """True until a boundary has shown that steps are named after their training."""
         return not self._checked
 
-    def at(self, step: int, *, trained: bool = True) -> None:
+    def at(self, step: int, *, trained: bool = True, version: int = 0) -> None:
         """Take the script's own name of the step at hand; ``trained``: something was since the boundary before.
 
         Where nothing was, as between the steps of an accumulation, the boundary that follows cannot check the place.
+        ``version`` is that of a parameter; where it changes twice under one name, the name is of several steps.
         """
-        self.unit, self.named, self._named_trained = NAMED, step, trained
-        self._named_at = None if self._checked else self._trained()
+        if step != self.named:
+            self._named_steps = 0
+            if self.named is not None and step < self.named:
+                self._misnamed = NAMED_BACKWARDS
+        self._named_steps += self._version is not None and version != self._version
+        self._version = version
+        if self._named_steps > 1:
+            self._misnamed = self._misnamed or NAMED_TWICE
+        self.unit, self.named, self._named_trained, self._named_after = NAMED, step, trained, self._trained()
+        self._named_at = None if self._checked else self._named_after
 
     def restored(self, step: int, unit: str, boundaries: int) -> None:
         """Begin anew from a restored checkpoint."""
         self._base_step, self._base_boundaries, self._base = step, boundaries, self._trained()
-        self._named_before, self._save = unit == NAMED, None
+        self._named_before, self._save, self._version = unit == NAMED, None, None
         self.unit = unit if unit in (BOUNDARY, OWN) else UNKNOWN
         self.named, self.by_batches = None, False
 

@@ -236,6 +236,11 @@ class Epoch(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._loader)
 
+    @property
+    def _num_yielded(self) -> int:
+        """Number of batches of this epoch that were handed out, as DataLoader's own iterators name it."""
+        return self._state.position
+
     def __next__(self) -> Any:
         """Return the next batch; raise WorkerDiedError when a worker has ended, and the dataset's own errors."""
         resources.update_all()

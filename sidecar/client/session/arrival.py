@@ -72,6 +72,8 @@ class Arrival:
         """Checkpoints of the receipt that were restored."""
         self._meant = False
         """The script itself has named another one."""
+        self._elsewhere = ""
+        """The fault of what a keeper has found in another folder; an earlier stage's, if the receipt's comes yet."""
         self._arrived = False
         self._trained = False
         self._done = False
@@ -141,10 +143,13 @@ class Arrival:
         receipt, who = self.receipt(), self._who or here()
         if receipt is not None and not self._done and not self._meant:
             if loss := self._loss(receipt, directory, found, step):
-                raise LostCheckpointError(
-                    f"{loss}. Mend the directory, or submit the job anew; a script that means to go on from something "
-                    "else calls session.restored(path, step) before restore(), and its job is not moved again"
+                loss += (
+                    ". Mend the directory, or submit the job anew; a script that means to go on from something else "
+                    "calls session.restored(path, step) before restore(), and its job is not moved again"
                 )
+                if found is None or not self._may_be_of_earlier_stage(receipt, directory):
+                    raise LostCheckpointError(loss)
+                self._elsewhere = loss
         elif found is None and who is not None and who.restart > 0 and not self._restored:
             _log.warning(
                 "job %d was started again (restart %d), and there is no checkpoint in %s: it begins from nothing",
@@ -167,6 +172,12 @@ class Arrival:
             return ""
         return f"job {receipt.job} was requeued with {receipt}, and this start found {path} (step {step})"
 
+    def _may_be_of_earlier_stage(self, receipt: Receipt, directory: object) -> bool:
+        """Return whether a script with a keeper and a folder for each stage may come to the receipt's keeper yet."""
+        folders = {_folder(os.path.realpath(path)) for path in receipt.paths}
+        others = os.path.realpath(str(directory)) not in folders
+        return others and bool(folders) and all(os.path.exists(path) for path in receipt.paths)  # noqa: PTH110
+
     def _follows(self, receipt: Receipt, path: str, step: int | None, ordered: str) -> bool:
         """Return True if a checkpoint is a later one than an ordered one: by its name there, else by its step."""
         further = step is not None and step >= receipt.step
@@ -182,7 +193,7 @@ class Arrival:
         """Note that this rank goes on from a checkpoint; every rank says so before its first training boundary."""
         real, receipt = os.path.realpath(str(path)), self.receipt()
         if receipt is not None:
-            self._meant |= bool(self._loss(receipt, _folder(real), real, step))
+            self._meant |= bool(self._loss(receipt, _folder(real), real, step)) and not self._elsewhere
             self._found |= {real} & set(map(os.path.realpath, receipt.paths))
         self._restored.append((real, step))
         self._settle()
@@ -190,6 +201,8 @@ class Arrival:
     def at_boundary(self) -> None:
         """Note a training boundary: by then a rank that has to restore has done so, or is reported."""
         if not self._done:
+            if self._elsewhere and not self._found:
+                raise LostCheckpointError(self._elsewhere)
             self._trained = True
             self._settle()
 

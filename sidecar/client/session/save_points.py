@@ -100,6 +100,8 @@ class SavePoints:
             )
         )
         self._end_passed |= answer == wire.PASSED_EPOCH_END
+        if answer <= 0:
+            self._tell_left_out(self._gradients.stepping)
         return answer
 
     def stands(self, trained: int, place: Callable[..., Place]) -> int:
@@ -128,13 +130,15 @@ class SavePoints:
         self._each_steps = used and (self._each_steps or self._looks == FIRST_LOOK)
         if self._looks < LAST_LOOK:
             return True
-        stepping = self._sampled.stepping
+        self._tell_left_out(self._sampled.stepping)
         self._sampled.forget()
         self._looks = -REST
-        if stepping and len(self.on_sample) == len([*self._savers]):
-            held = list(_things(one.holds for one in self._savers))
-            self.on_sample[0](stepping, held)
         return False
+
+    def _tell_left_out(self, stepping: list[Any]) -> None:
+        """Have the savers say what of the optimizers that step they do not hold."""
+        if stepping and len(self.on_sample) == len([*self._savers]):
+            self.on_sample[0](stepping, list(_things(one.holds for one in self._savers)))
 
     def over(self) -> None:
         """End the look-out for a save point: the order is carried out or withdrawn."""

@@ -88,6 +88,8 @@ class StepCounters:
     def __init__(self, words: memoryview) -> None:
         self.words = words
         self.step = 0
+        self._untrained = 0
+        """Boundaries with ``training=False``."""
         self.last_ns = monotonic_ns()
         self.sum_ns = 0
         self.samples = 0
@@ -150,6 +152,7 @@ class StepCounters:
     def _count_other_step(self) -> None:
         """End a step without training: it counts for the stop step that ranks share, and for nothing else."""
         self.step += 1
+        self._untrained += 1
         self.waited_ns = self.words[WAITED_NS]
         self.last_ns = monotonic_ns()
         self._write((STEP, self.step), (LAST_NS, self.last_ns))
@@ -166,7 +169,7 @@ class StepCounters:
     @property
     def trained(self) -> int:
         """Training steps so far: boundaries less those with ``training=False``."""
-        return sum(self.words[wire.PAGE_FINE : wire.PAGE_FINE + wire.FINE_BUCKETS])
+        return self.step - self._untrained
 
     def restart_clock(self) -> None:
         """Start the iteration time again: the time since the last boundary was not spent on training."""
