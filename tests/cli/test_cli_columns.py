@@ -117,7 +117,7 @@ def whatif(folder: Path) -> RenderableType:
     (folder / "jobs.txt").write_text("\n".join((head, *rows)) + "\n")
     printed: list[RenderableType] = []
     words = ["whatif", "--sacct", f"{folder}/jobs.txt", "--nodes", "1x4:16:64", "--movable", "0.5"]
-    words += ["-o", f"{folder}/page.html"]
+    words += ["-o", f"{folder}/figures.csv"]
     with patch.object(whatif_command, "console", lambda: SimpleNamespace(print=printed.append)):
         done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output

@@ -179,7 +179,7 @@ def test_a_job_runs_on_nodes_of_its_partition_only(tmp_path):
     rows.append(row(4, 4, 1000, 11_000, 4).replace("|gpu|", "|fast|"))
     rows.append(row(5, 5, 1000, 11_000, 4).replace("|gpu|", "|slow|"))
     result = whatif("--sacct", table(tmp_path, *rows), "--nodes", str(nodes), "--movable", "0",
-                    "-o", str(tmp_path / "page.html"), "--json")  # fmt: skip
+                    "-o", str(tmp_path / "f.csv"), "--json")  # fmt: skip
     found = json.loads(result.stdout)
     assert found["left_out"] == {"wider than the cluster": 1}
     waits = found["mean_wait_s"]
@@ -235,8 +235,8 @@ def test_jobs_without_gpus_keep_a_job_waiting_in_all_simulations(tmp_path, taken
     ))  # fmt: skip
     nodes.write_text(two_partitions())
     page = tmp_path / "page.html"
-    words = ("--sacct", str(file), "--nodes", str(nodes), "--movable", "0,1", "-o", str(page))
-    found = json.loads(whatif(*words, "--json").stdout)
+    words = ("--sacct", str(file), "--nodes", str(nodes), "--movable", "0,1", "--json")
+    found = json.loads(whatif(*words, "-o", str(page)).stdout)
     assert found["jobs"] == 2
     assert found["load"]["jobs"] == 1
     assert found["load"]["cpu_share"] == pytest.approx(taken["cpus"] * 9_000 / (48 * 9_100))
@@ -246,7 +246,7 @@ def test_jobs_without_gpus_keep_a_job_waiting_in_all_simulations(tmp_path, taken
     assert "Jobs without GPUs on these nodes: 1, with " in page.read_text()
     # Without it nothing waits.
     file.write_text(answer({"submit": 0, "start": 0, "end": 400, **small}, wide))
-    waits = json.loads(whatif(*words, "--json").stdout)["mean_wait_s"]
+    waits = json.loads(whatif(*words, "-o", str(tmp_path / "f.csv")).stdout)["mean_wait_s"]
     assert max(wait_s for label, wait_s in waits.items() if label != "as it was") < 60
 
 
@@ -431,7 +431,7 @@ def test_a_job_waits_for_its_type_of_gpu(tmp_path):
     nodes.write_text(json.dumps({"nodes": [node("a", "gpu:a100:4"), node("t1", "gpu:T4:8"), node("t2", "gpu:T4:8")]}))
     rows = [row(at, at, 1000, 11_000, 4).replace("|600|", "|600|").replace("gres/gpu=4", "gres/gpu=4,gres/gpu:A100=4")
             for at in (1, 2, 3)]  # fmt: skip
-    words = ("--sacct", table(tmp_path, *rows), "--nodes", str(nodes), "--movable", "0", "-o", str(tmp_path / "p.html"))
+    words = ("--sacct", table(tmp_path, *rows), "--nodes", str(nodes), "--movable", "0", "-o", str(tmp_path / "f.csv"))
     found = json.loads(whatif(*words, "--json").stdout)
     assert found["mean_wait_s"]["slurm"] == pytest.approx(10_000, rel=0.02)
     idle = next(item for item in found["results"] if item["label"] == "slurm")
@@ -453,7 +453,8 @@ def test_a_record_that_cannot_be_read_is_left_out_by_reason(tmp_path):
     file.write_text(json.dumps({"jobs": [*jobs, {"job_id": "x"}]}))
     nodes = tmp_path / "nodes.json"
     nodes.write_text(two_partitions())
-    result = whatif("--sacct", str(file), "--nodes", str(nodes), "-o", str(tmp_path / "p.html"), "--json")
+    words = ("--movable", "0", "-o", str(tmp_path / "f.csv"), "--json")
+    result = whatif("--sacct", str(file), "--nodes", str(nodes), *words)
     assert json.loads(result.stdout)["left_out"] == {
         "in other partitions": 1, "that end before they start": 1, "that cannot be read": 1,
     }  # fmt: skip
@@ -499,14 +500,14 @@ def test_a_constraint_leaves_the_nodes_that_meet_it(tmp_path):
     files = [tmp_path / "jobs.json", tmp_path / "nodes.json"]
     for file, content in zip(files, ({"jobs": jobs}, {"nodes": nodes}), strict=True):
         file.write_text(json.dumps(content))
-    page = str(tmp_path / "p.html")
-    words = ("--sacct", str(files[0]), "--nodes", str(files[1]), "--movable", "0", "-o", page, "--json")
+    out = str(tmp_path / "f.csv")
+    words = ("--sacct", str(files[0]), "--nodes", str(files[1]), "--movable", "0", "-o", out, "--json")
     assert json.loads(whatif(*words).stdout)["mean_wait_s"]["slurm"] == pytest.approx(10_000 / 3, rel=0.02)
     # What cannot be judged for each node by itself is said, as are nodes whose features are not known.
     odd = history_of(nodes, past(1, constraints="[a100*1&h100*1]", nodes="a,b"), past(2, constraints="none"))
     assert odd.left_out == {"whose constraint no node meets now": 1}
     assert odd.notes == ("1 jobs have a constraint that binds several nodes together: it is left out.",)
-    words = ("--sacct", str(files[0]), "--nodes", "8x4:16:64", "--movable", "0", "-o", page, "--json")
+    words = ("--sacct", str(files[0]), "--nodes", "8x4:16:64", "--movable", "0", "-o", out, "--json")
     assert "3 jobs have a constraint, and the nodes' features are not known" in whatif(*words).stdout
 
 
@@ -548,13 +549,14 @@ def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     files = [tmp_path / "jobs.json", tmp_path / "nodes.json"]
     files[0].write_text(json.dumps({"jobs": [past(1, nodes="d1")]}))
     files[1].write_text(json.dumps({"nodes": [node("up", "gpu:a100:4"), *asleep]}))
-    result = whatif("--sacct", str(files[0]), "--nodes", str(files[1]), "-o", str(tmp_path / "p.html"))
+    words = ("--sacct", str(files[0]), "--nodes", str(files[1]), "--movable", "0", "-o", str(tmp_path / "f.csv"))
+    result = whatif(*words)
     assert result.exit_code == 0, result.output
     assert "1 jobs in 0.0 days on 8 GPUs" in result.output
     assert "powered down, and are left out: d2." in result.output
     files[0].write_text(json.dumps({"jobs": [past(1)]}))
     files[1].write_text(json.dumps({"nodes": asleep}))
-    none = whatif("--sacct", str(files[0]), "--nodes", str(files[1]), "-o", str(tmp_path / "p.html"))
+    none = whatif(*words)
     assert (none.exit_code, none.output.count("\n")) == (2, 1)
     assert "no host is left to simulate: " in none.output
 
@@ -569,7 +571,7 @@ def test_a_null_of_the_accounting_costs_nothing():
 def test_without_movable_jobs_or_users_nothing_changes(tmp_path):
     wide = [row(at, at, 20_000 * at, 20_000 * at + 20_000, 4) for at in (1, 2)]
     short = [row(3 + n, 100 + n, 40_000, 40_300, 1, f"u{n % 2}") for n in range(6)]
-    words = ("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "-o", str(tmp_path / "p.html"))
+    words = ("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "-o", str(tmp_path / "f.csv"))
     text = " ".join(whatif(*words, "--movable", "0,1", "--users", "0").output.split())
     for name in ("0 % can move", "0 % of the users"):
         assert f"“{name}”: nothing changes, each job starts as under Slurm." in text
@@ -600,7 +602,7 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
 
 def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_same(tmp_path, monkeypatch):
     file = table(tmp_path, *(row(n, 60 * n, 60 * n, 60 * n + 200 + n % 7, 1 + n % 3) for n in range(20)))
-    words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "0.5", "-o", str(tmp_path / "page.html"), "--json")
+    words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "0.5", "-o", str(tmp_path / "f.csv"), "--json")
     alone = whatif(*words)
     for name, value in (("runs.LARGE_JOBS", 10), ("run_pool.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
         monkeypatch.setattr(f"cadenza.slurm_plugin.simulations.{name}", value)
@@ -617,7 +619,7 @@ def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_sam
 def test_a_sample_is_a_stretch_of_time_and_says_what_was_drawn(tmp_path):
     file = table(tmp_path, *(row(n, 6 * 3600 * n, 6 * 3600 * n + 60, 6 * 3600 * n + 90) for n in range(40)))
     result = whatif("--sacct", file, "--nodes", "1x4:16:64", "--sample", "0.2", "--movable", "0",
-                    "-o", str(tmp_path / "page.html"))  # fmt: skip
+                    "-o", str(tmp_path / "f.csv"))  # fmt: skip
     assert "8 jobs in 1.8 days" in result.output
     assert re.search(r"8 of 40 jobs were drawn: those that follow each other from day (\d+\.\d) to day", result.output)
     history = read_history(read_job_records(Path(file).read_text(), "F"), read_cluster("1x4:16:64"), None)
@@ -675,7 +677,7 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    result = whatif("--since", "28d", "-o", str(tmp_path / "page.html"), "--json")
+    result = whatif("--since", "28d", "--movable", "0", "-o", str(tmp_path / "f.csv"), "--json")
     assert result.exit_code == 0, result.output
     notes = " ".join(json.loads(result.stdout)["notes"])
     assert "sacctmgr show assoc --json: no slurmdbd" in notes
