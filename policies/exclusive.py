@@ -8,12 +8,13 @@ comes. Slurm starts jobs by itself where GPUs are free; the next round sees them
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Plan, Server
 from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, SetFactor, Tune, Unpack
-from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.decision import Decision, Memory, remembered
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
 from cadenza.policies.ordering.ranking import Order, Queue, Ranking, arrival, starving_first
@@ -162,13 +163,13 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
     passed_s = 0.0 if since_s is None else max(now_s - since_s, 0.0)
     fade = 0.5 ** (passed_s / half_life_s)
     usage = {name: value * fade for name, value in memory.usage.items()}
-    people: dict[tuple[str, str], int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
+    people = defaultdict[tuple[str, str], int](int)  # whole GPUs, so that the order of the jobs changes no last digit
     movable = 0
     for job in snapshot.jobs:
         if job.state == "RUNNING":
-            movable += job.gpus if job.requeueable and job.lease is not None and job.lease.checkpoints else 0
-            person = job.account, job.user
-            people[person] = people.get(person, 0) + job.gpus
+            people[job.account, job.user] += job.gpus
+            if (lease := job.lease) is not None and lease.checkpoints and job.requeueable:
+                movable += job.gpus
     had: dict[str, int] = {}
     for (account, user), gpus in people.items():
         for name in (account, f"{account}/{user}"):
@@ -176,7 +177,7 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
     for name in sorted(had):
         usage[name] = usage.get(name, 0.0) + had[name] * passed_s
     movable_usage = memory.movable_usage * fade + movable * passed_s
-    return replace(memory, usage=usage, usage_s=now_s, movable_usage=movable_usage)
+    return remembered(memory, usage=usage, usage_s=now_s, movable_usage=movable_usage)
 
 
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:

@@ -23,7 +23,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )  # fmt: skip
-from cadenza.policies.core.decision import Memory, SharingMemory
+from cadenza.policies.core.decision import Memory, SharingMemory, remembered
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.arrivals import noted_arrivals
 from cadenza.policies.relocation.phases import HOLD_S, MAX_LEAVE_S
@@ -68,7 +68,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
     memory = noted_arrivals(memory, snapshot)
-    return replace(
+    return remembered(
         memory,
         suspended=frozenset(suspended | {action.job for action in acted if isinstance(action, Suspend)}),
         placed=frozenset(
@@ -179,7 +179,7 @@ def _remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot
     moves = [a for a in actions if isinstance(a, Migrate | Resize) and a.job in jobs and jobs[a.job].lease is not None]
     if memory == _NOTHING and not moves and not any(isinstance(action, Pack) for action in actions):
         return memory
-    ids = {key.id for key in jobs}
+    ids = snapshot.by_id.keys()
     moved = dict(memory.moved_s) | {action.job.id: snapshot.time_s for action in moves}
     resized = [jobs[action.job] for action in moves if isinstance(action, Resize)]
     gpus = {job.key.id: job.gpus for job in resized} | dict(memory.asked_gpus)

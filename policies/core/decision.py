@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cadenza.policies.core.actions import Action
-from cadenza.policies.core.model import JobKey, Receipt
+from cadenza.policies.core.model import JobKey, Receipt, changer
 from cadenza.policies.core.move import Move
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as value
+else:
+    from cadenza.policies.core.model import value
 
 
 class Alone(NamedTuple):
@@ -85,7 +90,7 @@ class Debt(NamedTuple):
     """Seconds that the next start would owe."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SharingMemory:
     """Memory of Gandiva's introspective functions: pairs instead of mappings, so that any store can keep it."""
 
@@ -128,7 +133,7 @@ class EndedJobs:
     """Attained service of each live job by its id, as of the last round."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Memory:
     """Facts that a decision may remember of earlier ones; kept by the store, never by a policy."""
 
@@ -175,6 +180,9 @@ class Memory:
     """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
     made_way: Mapping[int, float] = field(default_factory=dict)
     """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
+
+
+remembered = changer(Memory)
 
 
 class Sentences(Mapping[JobKey, str]):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ else:
         return dataclass(slots=slots, unsafe_hash=frozen)
 
 
+T = TypeVar("T")
 Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, as sqlite and JSON hold it."""
 
@@ -408,16 +409,21 @@ class Job:
         return SlurmState(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
 
 
-_FIELDS = tuple(one.name for one in fields(Job))
-_VALUES, _PLACES = attrgetter(*_FIELDS), {name: at for at, name in enumerate(_FIELDS)}
+def changer(kind: type[T]) -> Callable[..., T]:
+    """Return ``dataclasses.replace`` for one class of values, which takes a third of its time."""
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    values, places = attrgetter(*names), {name: at for at, name in enumerate(names)}
+
+    def changed(one: T, **new: object) -> T:
+        found = list(values(one))
+        for name, value in new.items():
+            found[places[name]] = value
+        return kind(*found)
+
+    return changed
 
 
-def changed(job: Job, **values: object) -> Job:
-    """Return a job with other values, as ``dataclasses.replace`` does in three times the time."""
-    found = list(_VALUES(job))
-    for name, value in values.items():
-        found[_PLACES[name]] = value
-    return Job(*found)
+changed = changer(Job)
 
 
 LACKS_RESOURCES = frozenset({"Resources", "Priority"})

@@ -22,7 +22,7 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )  # fmt: skip
-from cadenza.policies.core.decision import Decision, Memory, Sentences
+from cadenza.policies.core.decision import Decision, Memory, Sentences, remembered
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules, changed
 from cadenza.policies.core.move import Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.arrivals import marked_unrestored
@@ -114,7 +114,7 @@ class Relocation:
             ]
         return Decision(
             tuple(actions),
-            replace(decision.memory, moves=tuple(sorted(moves.values(), key=attrgetter("job")))),
+            remembered(decision.memory, moves=tuple(sorted(moves.values(), key=attrgetter("job")))),
             reasons,
             0.0 if busy or actions else decision.quiet_until_s,
         )

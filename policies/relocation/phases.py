@@ -353,12 +353,13 @@ def _over(move: Move, phase: Over, snapshot: ClusterSnapshot, memory: Memory) ->
     if not phase.saved_s and not move.shares:
         return Step(move)
     job = snapshot.by_id.get(move.job.id)
-    if phase.saved_s and job is not None and job.key == move.successor and job.start_s is not None:
+    starts = job.key.restart - move.job.restart if job is not None else 0
+    if phase.saved_s and job is not None and starts == 1 and job.start_s is not None:
         lease = job.lease
         if lease is not None and lease.ready:  # every rank has restored, and stands or trains
             cost_s = phase.saved_s + max(snapshot.time_s - job.start_s, 0.0)
             move = replace(move, cost_s=cost_s, phase=Over(phase.since_s, phase.outcome))
-    if job is None or job.state != "PENDING" or job.held or job.key in (move.job, move.successor):
+    if job is None or job.state != "PENDING" or job.held or starts in (0, 1):
         return Step(move)
     if not move.shares or job.required_nodes != move.nodes or job.key in memory.placed:
         return Step(move)

@@ -35,6 +35,14 @@ class Leases:
         """False where Slurm's books bound the CPUs and memory of a host's jobs; tuning may pass these until a round."""
         self._jobs: dict[JobKey, SimJob] = {}
         self._holders: dict[Gpu, list[SimJob]] = {}
+        self._held: Counter[str] = Counter()
+        """GPUs that have a holder, by host."""
+        self._doubled: set[Gpu] = set()
+        """GPUs that have several."""
+        self._stopping: dict[JobKey, SimJob] = {}
+        """Holders that stand for a checkpoint; all others run."""
+        self._computes = True
+        """True if no job is known to leave its GPUs idle while it runs."""
         self._allocated: dict[str, set[int]] = {name: set() for name in nodes}
         """GPU indices that Slurm has allocated, by lane."""
         self._on_host: dict[str, set[JobKey]] = {}
@@ -51,6 +59,7 @@ class Leases:
     def enter(self, job: SimJob, now_s: float) -> Changes:
         """Register a started job; it gets its GPUs at once when they are free."""
         self._jobs[job.key] = job
+        self._computes &= job.gpu_utilization == 1.0
         self._assign(job, job.placement)
         mine = set(job.gpus_held)
         neighbors = (self._jobs[key] for share in job.placement for key in self._on_host[self._nodes[share.node].host])
@@ -85,13 +94,14 @@ class Leases:
             return Changes()
         if lease.state == "stopping":
             lease.state = "held"
+            del self._stopping[job.key]
             return self._pace(job, now_s)
         if lease.state == "yielded":
             job.waiting_cost_s += self._costs.resume_s + self._copy_s(job)
         lease.state, lease.since_s = "held", now_s
         lease.co_runners, lease.co_runners_since_s = (), now_s
         for gpu in job.gpus_held:
-            self._holders.setdefault(gpu, []).append(job)
+            self._hold(gpu, job)
         return self._pace(job, now_s)
 
     def take(self, job: SimJob, now_s: float) -> Changes:
@@ -109,6 +119,7 @@ class Leases:
             return Changes()
         job.lease.remember_rate(job, now_s)
         job.lease.state = "stopping"
+        self._stopping[job.key] = job
         return Changes((job,), tuple(self._run(other, now_s) for other in self._others(job, running=True)))
 
     def vacate(self, job: SimJob, now_s: float) -> Changes:
@@ -157,9 +168,26 @@ class Leases:
             lease.remember_rate(job, now_s)
         lease.vtime_s += now_s - lease.since_s
         lease.state, lease.since_s = "yielded", now_s
+        self._stopping.pop(job.key, None)
         for gpu in job.gpus_held:
-            self._holders[gpu].remove(job)
+            self._let_go(gpu, job)
         return Changes((job,), tuple(self._run(other, now_s) for other in self._others(job, running=True)))
+
+    def _hold(self, gpu: Gpu, job: SimJob) -> None:
+        holders = self._holders.setdefault(gpu, [])
+        holders.append(job)
+        if len(holders) == 1:
+            self._held[gpu.host] += 1
+        else:
+            self._doubled.add(gpu)
+
+    def _let_go(self, gpu: Gpu, job: SimJob) -> None:
+        holders = self._holders[gpu]
+        holders.remove(job)
+        if not holders:
+            self._held[gpu.host] -= 1
+        elif len(holders) == 1:
+            self._doubled.discard(gpu)
 
     def _pace(self, job: SimJob, now_s: float) -> Changes:
         self._changed = True
@@ -226,18 +254,16 @@ class Leases:
 
     def use(self) -> tuple[int, float]:
         """Return the number of GPUs that have a holder, and the number of those that compute."""
-        held = [jobs for jobs in self._holders.values() if jobs]
-        busy = sum(
-            jobs[0].gpu_utilization
-            if len(jobs) == 1 and jobs[0].running  # nearly always
-            else min(1.0, sum(job.gpu_utilization for job in jobs if job.running))
-            for jobs in held
-        )
-        return len(held), busy
+        held = self._held.total()
+        if self._computes:  # nearly always
+            gpus = {gpu for job in self._stopping.values() for gpu in job.gpus_held}
+            return held, float(held - sum(not any(job.running for job in self._holders[gpu]) for gpu in gpus))
+        holders = filter(None, self._holders.values())
+        return held, sum(min(1.0, sum(job.gpu_utilization for job in jobs if job.running)) for jobs in holders)
 
     def held_by_host(self) -> Counter[str]:
         """Return the number of GPUs that have a holder, by host."""
-        return Counter(gpu.host for gpu, jobs in self._holders.items() if jobs)
+        return self._held
 
     def check(self) -> None:
         """Raise SimulationError when a host has less than its jobs were given.
@@ -247,8 +273,9 @@ class Leases:
         if not self._changed:
             return
         self._changed = False
-        for gpu, jobs in self._holders.items():
-            for key, times in Counter(job.key for job in jobs).items() if len(jobs) > 1 else ():
+        for gpu in self._doubled:
+            jobs = self._holders[gpu]
+            for key, times in Counter(job.key for job in jobs).items():
                 others = {other.key for other in jobs if other.key != key}
                 if times > 1 or not others <= self._jobs[key].packed:
                     raise AssertionError(f"{gpu} has holders {[str(other.key) for other in jobs]}")

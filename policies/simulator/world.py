@@ -126,12 +126,7 @@ class World:
     @property
     def next_event_s(self) -> float:
         """Return the time of the next arrival, end, save, failure, recovery or look of Slurm; infinite without any."""
-        return min(self._outer_event_s, self.queue.next_event_s)
-
-    @property
-    def _outer_event_s(self) -> float:
-        """Return the time of the next event that is none of Slurm's scheduler alone."""
-        return min(self._arrival_s, self._other_event_s)
+        return min(self._arrival_s, self._other_event_s, self.queue.next_event_s)
 
     @property
     def _arrival_s(self) -> float:
@@ -162,9 +157,13 @@ class World:
         A look of Slurm at its queue that starts nothing and leaves the order as it was is none.
         """
         happened = False
-        while (event_s := self.next_event_s) <= time_s:
-            matters = self._other_event_s <= event_s
-            changed = matters or self._arrival_s <= event_s
+        while True:
+            other_s, arrival_s = self._other_event_s, self._arrival_s
+            event_s = min(other_s, arrival_s, self.queue.next_event_s)
+            if event_s > time_s:
+                break
+            matters = other_s <= event_s
+            changed = matters or arrival_s <= event_s
             self._move_to(event_s)
             came, started = self._arrived, self._starts
             matters |= self.queue.tick(event_s)
@@ -612,16 +611,18 @@ class World:
 
     def _idle_waiting(self) -> float:
         """Return the GPUs that no job holds where a waiting job fits."""
+        # 1. GPUs that no job holds, by host.
         held = self.leases.held_by_host() if self.leases is not None else None
-        hosts = []
+        idle_on: list[tuple[Node, int]] = []
+        idle = 0
         for node in self.nodes.values():
             if node.lane == 0:
-                used = self._used[node.name][0] if held is None else held.get(node.host, 0)
-                idle = node.gpus - used if node.up else 0
-                hosts.append(HostGpus(node.gpus, idle, node.partitions, node.gpu_type, node.name))
-        idle = sum(host.idle for host in hosts)
+                used = self._used[node.name][0] if held is None else held[node.host]
+                idle_on.append((node, node.gpus - used if node.up else 0))
+                idle += idle_on[-1][1]
         if not idle:
             return 0.0
+        # 2. The narrowest jobs that wait, by what rules hosts out for them.
         narrowest: dict[tuple[str, str, frozenset[str]], int] = {}
         for job in self.live.values():
             trace = job.trace
@@ -631,6 +632,10 @@ class World:
             # A job at a limit of its account, QOS, array or license would not start on free GPUs.
             if job.gpus < narrowest.get(kind, inf) and (job.state != "PENDING" or not self.queue.limit(job.queued)):
                 narrowest[kind] = job.gpus
+        if not narrowest:
+            return 0.0
+        # 3. Hosts on which one of them fits.
+        hosts = [HostGpus(node.gpus, free, node.partitions, node.gpu_type, node.name) for node, free in idle_on]
         return float(idle_waiting_gpus(hosts, {Wanted(*kind): gpus for kind, gpus in narrowest.items()}))
 
     def results(self) -> tuple[JobResult, ...]:

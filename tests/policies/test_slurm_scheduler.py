@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,13 +16,16 @@ from cadenza.policies.core.actions import MakeWay, Migrate, Release, Requeue, Se
 from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules, Tier, Weights
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.simulator.job import SimJob
 from cadenza.policies.simulator.run_values import GUARD, Setup
+from cadenza.policies.simulator.scheduler import BY_ORDER
 from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
@@ -389,3 +393,69 @@ def test_what_becomes_free_is_the_same_when_jobs_start_and_leave_one_by_one(
             for need in asked:
                 for each in ((need,), (need, need)):
                     assert future.spot(Asks(each), 15, ended) == anew.spot(Asks(each), 15, ended)
+
+
+# --- What is kept up to date is what it would be if it were worked out anew ----------------------------------
+
+
+def plain_use(world: World) -> tuple[int, float]:
+    """Return the GPUs with a holder, and those that compute, from all GPUs of all jobs."""
+    holders: dict[Gpu, list[SimJob]] = {}
+    for job in world.live.values():
+        for gpu in job.gpus_held if job.lease is not None and job.lease.holds else ():
+            holders.setdefault(gpu, []).append(job)
+    return len(holders), float(sum(any(job.running for job in jobs) for jobs in holders.values()))
+
+
+def plain_idle_waiting(world: World) -> float:
+    """Return the GPUs that no job holds where a waiting job fits, from all jobs."""
+    used = Counter[str]()
+    for job in world.live.values():
+        held = job.lease is not None and job.lease.holds
+        used.update(gpu.host for gpu in job.gpus_held if held)
+    hosts = [
+        HostGpus(node.gpus, node.gpus - used[node.host] if node.up else 0, node.partitions, node.gpu_type, node.name)
+        for node in world.nodes.values()
+        if node.lane == 0
+    ]
+    waiting = [
+        (Wanted(job.trace.partition, job.trace.gpu_type, job.trace.barred), job.gpus)
+        for job in world.live.values()
+        if not job.running and (job.state != "PENDING" or not world.queue.limit(job.queued))
+        if job.gpus <= sum(host.idle for host in hosts)
+    ]
+    return float(idle_waiting_gpus(hosts, narrowest_jobs(waiting)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(), st.sampled_from(["preemption", "timeslice", "gandiva"]), st.booleans())
+def test_the_use_of_gpus_and_the_queue_are_kept_as_they_are(jobs: list[TraceJob], share: str, limits: bool) -> None:
+    parts, seen = frozenset({PARTITION}), 0
+    rules = PolicySettings(partitions=parts, sharing=SharingSettings(partitions=parts), phased_moves=True)
+    lanes = 1 if share == "preemption" else 2
+    queue = SITE if limits else QueueRules(weights=SITE.weights, licenses=SITE.licenses)
+    setup = Setup(round_s=60.0, place=False, queue=queue, phased_moves=True, rounds_on_events=True, lanes=lanes)
+    jobs = [replace(job, checkpoints=job.id % 2 == 0) for job in jobs]
+    sample = World._sample
+
+    def checked(world: World) -> None:
+        nonlocal seen
+        assert world.leases is not None
+        assert world.leases.use() == plain_use(world)
+        assert world._idle_waiting() == plain_idle_waiting(world)
+        queue = world.queue
+        assert [job for job in queue.queue if not job.looked] == [job for job in queue.queue if job in queue._unseen]
+        assert queue.queue == sorted(queue.queue, key=BY_ORDER)
+        assert all(queue._place_of(job) == at for at, job in enumerate(queue.queue))
+        seen += 1
+        sample(world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "_sample", checked)
+        simulate(
+            jobs,
+            read_cluster("2x8:24:500", lanes),
+            build("levels" if lanes == 1 else "fifo", "none", share, rules),
+            setup,
+        )
+    assert seen

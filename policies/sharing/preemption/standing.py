@@ -63,6 +63,7 @@ class Standings:
         self.site: SiteRules = state.snapshot.site
         self.moves: Mapping[int, Move] = {move.job.id: move for move in state.memory.moves}
         self._levels: dict[JobKey, int] = {}
+        self._claims: dict[JobKey, tuple[Job, int]] = {}
         self._quantum_left_s: dict[JobKey, float] = {}
         self._stays_because: dict[JobKey, str | None] = {}
 
@@ -94,10 +95,16 @@ class Standings:
 
     def claim(self, job: Job) -> int:
         """Return the level with which a waiting job asks others to make way."""
+        known = self._claims.get(job.key)
+        if known is not None and known[0] is job:
+            return known[1]
         if self.can_leave_later(job):
-            return self.level(job)
-        served_s = min(limit_s(job) * job.gpus, MOST_SERVED_S)
-        return min(level_of(served_s), LAST_LEVEL) + STAYS_LEVELS
+            claim = self.level(job)
+        else:
+            served_s = min(limit_s(job) * job.gpus, MOST_SERVED_S)
+            claim = min(level_of(served_s), LAST_LEVEL) + STAYS_LEVELS
+        self._claims[job.key] = job, claim
+        return claim
 
     def can_leave_later(self, job: Job) -> bool:
         """Return True if a waiting job will be able to make way once it runs, as far as is known.

@@ -135,20 +135,21 @@ class RoundState:
         queue = tuple([job for job in every if job.state == "PENDING"])
         started = tuple([job for job in every if job.state != "PENDING"])
         leased = tuple([job for job in every if job.lease is not None])
+        manages = settings.manages
         ours = {
             job.key: job
             for job in leased
             if (job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended))
-            and settings.manages(job)
             and job.lease is not None
             and not job.lease.exclusive
+            and manages(job)
         }
         groups = standing(memory.sharing.packs, ours)
         packed = group_keys(groups)
         # 2. Jobs on their way stay on it, and so do those whose owner pinned them.
         on_its_way = [(job.key, job.relocating) for job in every if job.relocating]
         going = [(key, place) for key, place in on_its_way if place.destination]
-        pinned = {key for key, job in ours.items() if pinned_by_owner(job, memory)}
+        pinned = {key for key, job in ours.items() if job.required_nodes and pinned_by_owner(job, memory)}
         board = Board(
             partial(observe_hosts, snapshot, settings.manages, packed, floor=settings.floor),
             further=frozenset(node.name for node in snapshot.nodes if node.lane > 0),
@@ -183,7 +184,8 @@ class RoundState:
     @cached_property
     def managed(self) -> list[tuple[Job, Lease]]:
         """Return the managed jobs that an agent knows, in order of keys."""
-        return [(j, j.lease) for j in self.jobs.leased if j.lease is not None and self.settings.manages(j)]
+        manages = self.settings.manages
+        return [(j, j.lease) for j in self.jobs.leased if j.lease is not None and manages(j)]
 
     @property
     def now_s(self) -> float:

@@ -122,7 +122,7 @@ def sync_slurm(state: RoundState) -> None:
     # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free: it looks at no free
     #    resources. Whatever the reason, a job whose word is not enough for that comes later: it stays suspended until
     #    its GPUs are free.
-    suspended = [job for job in state.jobs.started if _suspended_by_us(job, state)]
+    suspended = [job for job in state.jobs.started if _suspended_by_us(job, state)] if memory.suspended else []
     frozen = {job.key for job in suspended if state.stays_frozen(job)}
     saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)}
     unsuspends = [
@@ -135,12 +135,14 @@ def sync_slurm(state: RoundState) -> None:
     # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go. Slurm
     #    stops the time limit of a suspended job and frees its CPUs; its GPUs and memory stay its own in Slurm's books.
     going = {job.key for job, _ in running if job.relocating is not None}
-    staying = {job.key for job, _ in running if job.key in who.leaving and not state.stays_frozen(job)}
+    leaving = [job for job, _ in running if job.key in who.leaving] if who.leaving else []
+    staying = {job.key for job in leaving if not state.stays_frozen(job)}
     spared = who.holders | staying | who.giving_back | moved | going
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
         for job, lease in running
-        if settings.suspend and job.key not in spared and _may_be_suspended(job, lease, state)
+        if settings.suspend and lease.state in ("waiting", "yielded") and job.key not in spared
+        if _may_be_suspended(job, lease, state)
     ]
     # 4. Requeues of jobs that cannot go on, or that give their lane back. A suspend sets the priority to 0, so Slurm
     #    brings a suspended one back held: it is resumed before, unless others have its GPUs.
@@ -185,15 +187,15 @@ def _alone(state: RoundState) -> dict[JobKey, Lease]:
     found: dict[JobKey, Lease] = {}
     if state.where.further:
         return found
-    gpus = [gpu for job in state.jobs.leased for gpu in job.leased_gpus]
+    gpus = [gpu for job in state.jobs.leased if job.lease is not None for gpu in job.lease.gpus]
     by_gpu = state.jobs.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
-    for job in state.jobs.ours.values():
+    stopping, packed = state.who.stopping, state.who.packed
+    for key, job in state.jobs.ours.items():
         lease = job.lease
         if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
-            stays = not lease.exclusive and job.key not in state.who.stopping and job.key not in state.who.packed
-            own = by_gpu is None or all(len(by_gpu[gpu]) == 1 for gpu in lease.gpus)
-            if stays and not lease.late and own:
-                found[job.key] = lease
+            stays = not (lease.exclusive or lease.late or key in stopping or key in packed)
+            if stays and (by_gpu is None or all(len(by_gpu[gpu]) == 1 for gpu in lease.gpus)):
+                found[key] = lease
     return found
 
 
@@ -262,8 +264,9 @@ def _halves(state: RoundState) -> list[Yield]:
 
     It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
     """
-    running = [(job, lease) for job, lease in state.managed if job.state == "RUNNING"]
-    halves = [job for job, lease in running if job.num_nodes > 1 and lease.state == "held" and not lease.ready]
+    wide = [(job, lease) for job, lease in state.managed if job.num_nodes > 1 and job.state == "RUNNING"]
+    halves = [job for job, lease in wide if lease.state == "held" and not lease.ready]
+    running = ((job, lease) for job, lease in state.managed if job.state == "RUNNING")
     held = [(job, lease) for job, lease in running if lease.state == "held"] if halves else []
     priority = state.settings.priority
     blocking = {
