@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from cadenza.slurm_plugin.cli.main import main
 
+pytestmark = pytest.mark.slow
 HEAD = "JobIDRaw|User|Account|QOS|Partition|Submit|Start|End|Eligible|TimelimitRaw|Suspended|AllocTRES|ReqTRES"
 HOUR = 3600
 

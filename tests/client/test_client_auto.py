@@ -186,6 +186,7 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_short_script_says_at_its_end_why_it_took_no_turns(name: str, tmp_path: Path) -> None:
     script, reason = SCRIPTS[name]
