@@ -255,7 +255,11 @@ class Daemon:
         ended = self._watched.keys() & ready  # the number of a connection that ends now may soon be a new pidfd's
         self._peers.serve([one for one in ready if isinstance(one, int)])
         for descriptor in ended:
-            self._end_of(descriptor)
+            pid = self._watched.pop(descriptor)
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+            with self.host.supervise(None, "the end of a process"):
+                self._job_side.process_gone(pid)
         self._relay.pass_on(self._links)
         self._sweep()
         # 4. Move stops on: by the driver path's answers, then by the ranks' progress.
@@ -304,14 +308,6 @@ class Daemon:
             key = JobKey(order.job, order.restart) if isinstance(order, JobOrder) else None
             with self.host.supervise(key, "an order of the service"):
                 self._service_side.obey(order)
-
-    def _end_of(self, descriptor: int) -> None:
-        """Record the end of a process whose pidfd is ready."""
-        pid = self._watched.pop(descriptor)
-        self._poller.unregister(descriptor)
-        os.close(descriptor)
-        with self.host.supervise(None, "the end of a process"):
-            self._job_side.process_gone(pid)
 
     def _handle(self, session: Session, packet: bytes) -> None:
         """Handle one packet; a fault of this program costs the one connection and its job, not the daemon."""

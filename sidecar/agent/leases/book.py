@@ -117,7 +117,7 @@ class Book:
         found.restart, found.gpus, found.node = handover.restart, handover.gpus, handover.node
         found.hosts, found.lane = max(handover.hosts, 1), handover.lane
         found.managed = handover.shares or handover.lane > 0
-        found.processes, found.registered_s, found.held_since_s = _processes(pids), self.now_s, self.now_s
+        found.processes, found.held_since_s = _processes(pids), self.now_s
         found.state = "yielded" if look_at(found) == "frozen" else "held"
         self._enter(found)
 

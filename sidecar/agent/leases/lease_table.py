@@ -72,7 +72,6 @@ class Lease(msgspec.Struct):
     """Held time over weight, without the stretch under way."""
     held_since_s: float = 0.0
     """Time of the last grant; meaningful while the lease is held or stopping."""
-    registered_s: float = 0.0
     processes: tuple[Process, ...] = ()
     group: str = ""
     """The job's group in Slurm's tree, as ``Groups.slurm_job`` names it; "" where Slurm has none."""
@@ -171,7 +170,6 @@ class LeaseTable:
     def register(self, lease: Lease, now: float) -> Lease:
         """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
         lease.state = "waiting"
-        lease.registered_s = now
         self._begin_wait(lease, now)
         self._leases[lease.key] = lease
         self._index(lease)
@@ -199,7 +197,6 @@ class LeaseTable:
         for lease in self:
             lease.since_s += seconds
             lease.held_since_s += seconds
-            lease.registered_s += seconds
         self.touch()
 
     def blockers(self, lease: Lease) -> list[Lease]:
