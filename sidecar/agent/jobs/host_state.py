@@ -46,7 +46,7 @@ AMISS: Mapping[tuple[bool, Shown], str] = {
 }
 MEMORY_MARGIN = 1.25
 """Free host memory that GPU state needs there, as a multiple of its size: the copy's allocator rounds up, and what
-other processes take meanwhile is not known."""
+other processes take in that time is not known."""
 CLOCK_JUMP_S = 0.5
 """Smaller steps of the wall clock are ignored: jobs' virtual times differ by as much anyway."""
 
