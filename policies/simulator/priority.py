@@ -33,9 +33,10 @@ class Facts(NamedTuple):
     qos: str
     partition: str
     nice: int
-    points: tuple[float, float, float]
-    """Weighted factors of its size (PriorityFavorSmall=no: the mean of its part of the nodes and of the CPUs), its QOS
-    and its partition."""
+    of_size: float
+    """Points for its part of the cluster: the mean of its part of the nodes and of the CPUs (PriorityFavorSmall=no)."""
+    of_qos: float
+    of_partition: float
     tier: int
     """PriorityTier of its partition."""
 
@@ -80,19 +81,16 @@ class Multifactor:
         """Return the facts that a job's priority depends on."""
         rules, weights = self.rules, self.rules.weights
         tier = rules.partitions.get(partition, Tier())
-        points = (
-            weights.jobsize * ((nodes / self._nodes + cpus / self._cpus) / 2),
-            weights.qos * rules.qos.get(qos, Qos()).priority / self._top_qos,
-            weights.partition * tier.job_factor / self._top_partition,
-        )
-        return Facts(person, qos, partition, nice, points, tier.tier)
+        of_size = weights.jobsize * ((nodes / self._nodes + cpus / self._cpus) / 2)
+        of_qos = weights.qos * rules.qos.get(qos, Qos()).priority / self._top_qos
+        of_partition = weights.partition * tier.job_factor / self._top_partition
+        return Facts(person, qos, partition, nice, of_size, of_qos, of_partition, tier.tier)
 
     def value(self, job: Facts, eligible_s: float, now_s: float, site_factor: int) -> int:
         """Return a job's priority: the sum of its weighted factors, less nice."""
         weights, rules = self.rules.weights, self.rules
         age, fair = max(now_s - eligible_s, 0.0) / rules.max_age_s, self._factors.get(job.person, 1.0)
-        size, qos, partition = job.points
-        found = weights.age * min(age, 1.0) + weights.fairshare * fair + size + qos + partition
+        found = weights.age * min(age, 1.0) + weights.fairshare * fair + job.of_size + job.of_qos + job.of_partition
         return max(int(found) + site_factor - job.nice, LEAST)
 
     # --- Usage and fair share --------------------------------------------------------------------------
