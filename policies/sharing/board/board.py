@@ -44,9 +44,9 @@ class Board:
         """Return the lane of a Slurm node whose host has a live agent."""
         return next(node.lane for node in self.by_node[name].lanes if node.name == name)
 
-    def home(self, job: Job) -> HostState | None:
+    def home(self, key: JobKey) -> HostState | None:
         """Return the host of a job of one host."""
-        return next((host for host in self.hosts.values() if job.key in host.residents), None)
+        return next((host for host in self.hosts.values() if key in host.residents), None)
 
     def settle(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest) -> None:
         """Take a job from where it is to a seat, as one of the round's moves."""

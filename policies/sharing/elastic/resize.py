@@ -289,14 +289,11 @@ def _resize(state: RoundState, host: HostState, resident: Resident, size: int, r
     """Resize a job within its host, if a lane has the GPUs; a job that grows gets only GPUs that no other job has."""
     wanted, grows = sized(resident.request, size), size > resident.request.gpus
     host.leave(resident)
-    seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
+    known = all(
+        resident.gpus for resident in host.residents.values()
+    )  # where an agent has not named some, which are free?
+    room = known and host.usable and host.has_host_memory_for(wanted)
+    seats = host.seats(wanted) if room or not grows else []
     host.stay(resident)
     if seats and (seats[0].sharers == 0 or not grows):
         state.resize(resident.job, host, seats[0], wanted, reason)
-
-
-def _holds(host: HostState, request: ResourceRequest) -> bool:
-    """Return True if a host has the memory for a job, and the GPUs of all other jobs there are known."""
-    return (
-        host.usable and host.has_host_memory_for(request) and all(resident.gpus for resident in host.residents.values())
-    )

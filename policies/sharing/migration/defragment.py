@@ -27,7 +27,7 @@ def open_defragmentation(state: RoundState) -> None:
 
 def make_room(state: RoundState, job: Job) -> str:
     """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
-    if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.where.home(job) is not None:
+    if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.where.home(job.key) is not None:
         return ""
     request = ResourceRequest.under(job, floor=state.settings.floor)
     return _make(state, Wish(job, request))

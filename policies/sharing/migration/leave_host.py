@@ -30,16 +30,13 @@ def leave_hosts(state: RoundState) -> None:
         here = sorted({host_of[name] for name in job.nodes if host_of.get(name) in from_s})
         end_s = ends_s(job, state.now_s)
         due = [host for host in here if from_s[host] - state.now_s <= LEAD_S and end_s > from_s[host]]
-        if due and job.key not in going and _saves(job):
+        # A job that cannot stop and save now stays; what else keeps it is said where moves begin.
+        lease = job.lease
+        saves = job.state == "RUNNING" and lease is not None and lease.checkpoints and lease.stoppable
+        if due and saves and job.key not in going:
             state.outcome.moves.append(Migrate(job.key, (), f"an admin empties {', '.join(due)}"))
 
 
 def ends_s(job: Job, now_s: float) -> float:
     """Return when a job's time limit ends it at the latest, seconds since the epoch; inf without a limit."""
     return inf if job.time_limit_s is None else now_s + max(job.time_limit_s - (job.run_s or 0.0), 0.0)
-
-
-def _saves(job: Job) -> bool:
-    """Return True if a job can stop and save a checkpoint now; what else keeps it is said where moves begin."""
-    lease = job.lease
-    return job.state == "RUNNING" and lease is not None and lease.checkpoints and lease.stoppable

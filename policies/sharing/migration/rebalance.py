@@ -142,7 +142,7 @@ def _rejoin(state: RoundState) -> None:
         if not split or key in state.who.packed or not state.may(job):
             continue
         request = ResourceRequest.under(replace(job, num_nodes=1), floor=state.settings.floor)
-        source = state.where.home(job)
+        source = state.where.home(job.key)
         place = _idle_seat(state, source, job, request) if source is not None else None
         if place is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
             target, seat = place
@@ -210,13 +210,12 @@ def _lower(state: RoundState, size: int, hosts: list[HostState]) -> bool:
     for resident in sorted(movable, key=lambda resident: (-sharers(high, resident), resident.job.key)):
         met, seat = sharers(high, resident), state.seat(low, resident.request)
         good = seat is not None and state.suits(resident.job, high, low)
-        if seat is not None and good and seat.sharers + 1 < met and _pays(state, resident.job, met, seat.sharers + 1):
-            reason = f"moves from {resident.lane} to {seat.node.name}: turns of {seat.sharers + 1} instead of {met}"
+        if seat is None or not good:
+            continue
+        then = seat.sharers + 1
+        saved_s = state.left_s(resident.job) * (met - then)  # by shorter rounds
+        if then < met and saved_s > PAYS_BACK * state.gandiva.move_s * then:
+            reason = f"moves from {resident.lane} to {seat.node.name}: turns of {then} instead of {met}"
             state.migrate(resident.job, low, seat, resident.request, reason)
             return True
     return False
-
-
-def _pays(state: RoundState, job: Job, before: int, then: int) -> bool:
-    """Return True if shorter rounds save a job more time than the move costs."""
-    return state.left_s(job) * (before - then) > PAYS_BACK * state.gandiva.move_s * then

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from cadenza.policies.core.actions import Pack, Unpack
 from cadenza.policies.core.decision import Alone, Lost, SharingMemory
-from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
+from cadenza.policies.core.model import Gpu, Job, JobKey
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.core.text import gpu_names, job_names
 from cadenza.policies.sharing.board.host import HostState
 from cadenza.policies.sharing.state.groups import Group, after, group_keys, partners, standing
-from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
+from cadenza.policies.sharing.state.measurement import Rule, alone, evaluate, packed_text
 from cadenza.policies.sharing.state.round_state import RoundState, holds
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
@@ -100,7 +100,11 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     before = standing(memory.packs, jobs)
     rows = alone(jobs, memory, terms.rule)
     measured = {pack: evaluate([jobs[key] for key in pack], rows, terms.rule) for pack in before}
-    undone = tuple(_undone(measured, terms))
+    undone = tuple(
+        Unpack(pack[0], f"runs in turns with {job_names(pack[1:])} again: {one.text}")
+        for pack, one in measured.items()
+        if one.speed is not None and not terms.rule.pays_off(one.speed)
+    )
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
     joined: tuple[Pack, ...] = ()
@@ -109,33 +113,19 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
         losing = stage.losing()
         joined = tuple(pack for here in stage.places() for pack in _joined_here(stage, here, losing))
     packs = after(packs, joined)
-    reasons = _reasons(measured, packs, (*undone, *joined))
-    return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
+    actions: tuple[Pack | Unpack, ...] = (*undone, *joined)
+    # A job of a pack hears what was done to it, else what was measured of it.
+    reasons = {key: packed_text(key, one) for pack, one in measured.items() if pack in packs for key in pack}
+    for action in actions:
+        reasons.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
+    return Packing(actions, before, packs, lost, tuple(sorted(rows.values())), reasons)
 
 
 def _pair(one: JobKey, other: JobKey) -> tuple[JobKey, JobKey]:
     return (min(one, other), max(one, other))
 
 
-def _reasons(
-    measured: Mapping[Group, PackMeasurement], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
-) -> dict[JobKey, str]:
-    """Return a sentence for each job of a pack: what was done to it, else what was measured of it."""
-    stay = set(packs)
-    reasons = {key: packed_text(key, one) for pack, one in measured.items() if pack in stay for key in pack}
-    for action in actions:
-        reasons.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
-    return reasons
-
-
 # --- Undo ----------------------------------------------------------------------------------------------
-
-
-def _undone(measured: Mapping[Group, PackMeasurement], terms: Terms) -> Iterator[Unpack]:
-    for pack, one in measured.items():
-        others = job_names(pack[1:])
-        if one.speed is not None and not terms.rule.pays_off(one.speed):
-            yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
 
 
 def _losers(
@@ -258,7 +248,9 @@ def _measured(job: Job, row: Alone) -> tuple[float, float] | None:
     profile = job.profile
     sizes = [row.gpu_memory_gb, profile.gpu_memory_peak_gb if profile is not None else None]
     peaks = [size for size in sizes if size is not None]
-    if not peaks or job.num_nodes > 1 or not _may_pack(job.lease):
+    lease = job.lease
+    stops = lease is not None and (lease.ready or lease.state == "yielded") and lease.state != "stopping"
+    if not peaks or job.num_nodes > 1 or not stops:
         return None
     if row.busy is not None:
         return row.busy, max(peaks)
@@ -273,10 +265,6 @@ def _cpus(job: Job, row: Alone | None, gpu_type: str) -> float:
     else:
         needed = job.cpus if row is None or row.cpus is None else min(row.cpus, job.cpus)
     return needed / max(job.num_nodes, 1)
-
-
-def _may_pack(lease: Lease | None) -> bool:
-    return lease is not None and (lease.ready or lease.state == "yielded") and lease.state != "stopping"
 
 
 def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:

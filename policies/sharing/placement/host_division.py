@@ -19,6 +19,7 @@ from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.actions import Migrate, Resize, Tune, Unpack
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement, Share
 from cadenza.policies.core.profile import TOLERANCE, least_cpus
+from cadenza.policies.sharing.board.board import Board
 from cadenza.policies.sharing.board.host import HostState, Resident
 from cadenza.policies.sharing.board.resource_request import ResourceRequest
 from cadenza.policies.sharing.placement.reservations import seated
@@ -44,7 +45,7 @@ def divide_hosts(state: RoundState) -> None:
     # 3. Moves and starts carry their shares.
     floor = state.settings.floor
     state.outcome.moves = [
-        replace(a, shares=startable(wanted[a.job], state.where.hosts, a.job) if floor else wanted[a.job])
+        replace(a, shares=startable(wanted[a.job], state.where, a.job) if floor else wanted[a.job])
         if a.job in wanted and not isinstance(a, Unpack)
         else a
         for a in state.outcome.moves
@@ -322,12 +323,12 @@ def _holders(state: RoundState) -> frozenset[JobKey]:
     return frozenset(holders)
 
 
-def startable(wanted: Placement, hosts: Mapping[str, HostState], key: JobKey) -> Placement:
+def startable(wanted: Placement, board: Board, key: JobKey) -> Placement:
     """Return the share with which Slurm can start a job if its allocation is a floor: at most its lane's free part.
 
     What others lend of theirs comes in place once it runs.
     """
-    host = next((host for host in hosts.values() if key in host.residents), None)
+    host = board.home(key)
     if host is None or len(wanted) != 1:
         return wanted
     lane, request = host.residents[key].lane, host.residents[key].request

@@ -12,6 +12,7 @@ from operator import attrgetter
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.core.actions import Migrate, Resize, Resume, Unpack, Yield
 from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.idle_gpus import HOLDING
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Progress, Share
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
@@ -345,7 +346,7 @@ def sizes(job: Job, asked: int) -> tuple[int, ...]:
 
 def holds(job: Job) -> bool:
     """Return True while a job has its GPUs, on one of its hosts at least."""
-    return job.lease is not None and job.lease.state in ("held", "stopping")
+    return job.lease is not None and job.lease.state in HOLDING
 
 
 def meet(job: Job, other: Job) -> bool:

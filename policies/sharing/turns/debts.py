@@ -31,7 +31,17 @@ def with_debts(contenders: Sequence[Contender], state: RoundState) -> list[Conte
     if kept != state.memory.sharing.debts:
         state.remember(debts=kept)
     owed_s = {latest[debt.id].key: debt.owed_s for debt in kept if debt.owed_s and debt.id in latest}
-    return [_in_debt(c, owed_s[c.key]) if c.key in owed_s else c for c in contenders]
+    return [
+        replace(
+            c,
+            vtime_s=c.vtime_s + owed_s[c.key] / c.weight,
+            waited_s=c.waited_s if c.started else max(0.0, c.waited_s - owed_s[c.key]),
+            in_debt=True,
+        )
+        if c.key in owed_s
+        else c
+        for c in contenders
+    ]
 
 
 def _updated(before: Debt | None, job: Contender, settings: SharingSettings, *, contested: bool) -> Debt:
@@ -46,9 +56,3 @@ def _updated(before: Debt | None, job: Contender, settings: SharingSettings, *, 
     if not job.holding or job.held_s <= settings.slice_s:
         return debt._replace(next_s=0.0)
     return debt._replace(next_s=job.held_s) if contested else debt
-
-
-def _in_debt(job: Contender, owed_s: float) -> Contender:
-    """Return a job that owes seconds with its GPUs."""
-    waited_s = job.waited_s if job.started else max(0.0, job.waited_s - owed_s)
-    return replace(job, vtime_s=job.vtime_s + owed_s / job.weight, waited_s=waited_s, in_debt=True)

@@ -46,6 +46,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 
 from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.policies.core.text import gpu_names, job_names
@@ -111,7 +112,7 @@ def groups(contenders: Iterable[Contender]) -> tuple[tuple[Contender, ...], ...]
     """
     roots: dict[JobKey, JobKey] = {}
     owner: dict[Gpu, JobKey] = {}
-    ordered = sorted(contenders, key=_key)
+    ordered = sorted(contenders, key=attrgetter("key"))
     for contender in ordered:
         root = roots[contender.key] = contender.key
         for gpu in contender.gpus:
@@ -122,10 +123,6 @@ def groups(contenders: Iterable[Contender]) -> tuple[tuple[Contender, ...], ...]
     for contender in ordered:
         members.setdefault(_root(roots, contender.key), []).append(contender)
     return tuple(map(tuple, members.values()))
-
-
-def _key(contender: Contender) -> JobKey:
-    return contender.key
 
 
 def _root(roots: dict[JobKey, JobKey], key: JobKey) -> JobKey:
@@ -227,7 +224,7 @@ class _Pass:
 
     def __init__(self, contenders: Iterable[Contender], rules: _Rules) -> None:
         self.rules = rules
-        ordered = together(sorted(contenders, key=_key))
+        ordered = together(sorted(contenders, key=attrgetter("key")))
         bits: dict[Gpu, int] = {}
         self._mask = {c.key: sum(1 << bits.setdefault(gpu, len(bits)) for gpu in c.gpus) for c in ordered}
         self._holders = [c for c in ordered if c.holding]

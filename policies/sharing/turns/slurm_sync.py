@@ -57,9 +57,7 @@ def take_turns(state: RoundState) -> None:
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
         for job, priority in _by_priority(state, alone)
-        if (lease := job.lease) is not None
-        and not lease.late
-        and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
+        if (lease := job.lease) is not None and not lease.late and (job.state in ("RUNNING", "SUSPENDED") or holds(job))
     ]
     contenders = [replace(c, state="stopping") if c.key in who.stopping else c for c in contenders]
     contenders = with_debts(contenders, state)
@@ -309,7 +307,7 @@ def _unsuspend_reason(job: Job, state: RoundState, moved: set[JobKey], saving: s
         (not settings.enforce or not settings.suspend, "jobs are not to be suspended any more"),
         (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
         (job.lease is None, "no agent knows the job any more, so none would give it a turn"),
-        (job.lease is not None and job.lease.state in ("held", "stopping"), "its turn has come"),
+        (holds(job), "its turn has come"),
         (job.key in state.who.holders, "its turn has come"),
         (job.key in state.who.leaving, "its host is drained, which must not look finished while the job is there"),
         (job.key in state.who.giving_back, "it gives its place back"),
