@@ -101,12 +101,12 @@ def test_top_tells_a_user_which_gpus_others_have_and_not_who(config: Path) -> No
     for lease, idle, fit, others in ((held.lease, 0, (), [True, True]), (None, 0, (), [False, False])):
         seen = cluster(replace(held, lease=lease), late)
         last = Round(1, seen.time_s, seen, Memory(), Decision((), Memory()), Memory(), 0.1, "")
-        own = own_part(last, Viewer("bob"), (), (), ())
+        own = own_part(last, Viewer("bob", hosts=True), (), (), ())
         view = build(own.round(), Recent(hosts=own.hosts, others=dict(own.others)), seen.time_s)
         assert (view.idle_gpus, view.waiting_that_fit, [row.others for row in view.gpus]) == (idle, fit, others)
         text = printed(Screen(view))
         assert ("▶ another user's job" in text, "secret" in text, "idle GPUs 0" in text) == (any(others), False, True)
-        own = own_part(last, Viewer("bob", ids=True), (), (), ())
+        own = own_part(last, Viewer("bob", ids=True, hosts=True), (), (), ())
         text = printed(Screen(build(own.round(), Recent(hosts=own.hosts, others=dict(own.others)), seen.time_s)))
         assert ("▶ 1 another user's job" in text, "secret" in text) == (any(others), False)
 
