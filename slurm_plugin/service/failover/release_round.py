@@ -129,7 +129,7 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
         elif isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
             suspended.discard(action.job)
         elif isinstance(action, Requeue) and not outcome.left:
-            successor = JobKey(action.job.id, action.job.restart + 1)
+            successor = JobKey(action.job.id, action.job.restart + 1)  # the hold is that of the next start
             for times_s, earlier, key in ((held, before.held, successor), (requeued, before.requeued, action.job)):
                 times_s.pop(key, None)
                 times_s.update({key: earlier[key]} if key in earlier else {})

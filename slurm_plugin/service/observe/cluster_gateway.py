@@ -200,6 +200,7 @@ class ClusterGateway:
 
     def _suspend(self, action: Suspend) -> Outcome:
         """Suspend a job after its agents were informed, unless they report it as running since the snapshot."""
+        # Slurm stops the job's processes: they could not restore their state, so no agent may give them GPUs then.
         self._hub.mark_suspended(action.job, suspended=True)
         agents = self._hub.agents(self._parts.get(action.job, ()))
         seen = self._before or ClusterSnapshot(self._clock.now(), (), ())

@@ -31,7 +31,8 @@ class SlurmRequeues:
         before, self.before = self.before, snapshot
         if before is None:
             return ()
-        # 1. Incarnations that replaced one that ran, without an order of ours.
+        # 1. Incarnations that replaced one that ran, without an order of ours: a requeue keeps the job's id and raises
+        #    its restart count, and Slurm does not say who asked for it.
         for job in snapshot.jobs:
             old = before.by_id.get(job.key.id)
             if old is None or not job.opted_in or not old.nodes or job.key.restart <= old.key.restart:
