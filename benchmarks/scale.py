@@ -52,8 +52,8 @@ from cadenza.policies.core.actions import (
     Suspend,
     Unsuspend,
 )
-from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.gc_pause import uncollected
 from cadenza.policies.guard import GuardOptions
 from cadenza.sidecar import clock as module
 from cadenza.sidecar.agent_settings import AgentSettings, ExpertTable

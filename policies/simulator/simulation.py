@@ -8,8 +8,8 @@ from math import ceil, inf
 from cadenza.policies.composition import Policy
 from cadenza.policies.core.actions import MakeWay, Migrate, Pack, Requeue, Resize, Tune, Unpack, Yield
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Node
+from cadenza.policies.gc_pause import uncollected
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.round import Decide, run_round
 from cadenza.policies.simulator.run_values import Counts, Result, Setup

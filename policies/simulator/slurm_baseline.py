@@ -8,8 +8,8 @@ from math import inf
 
 import msgspec
 
-from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import Node
+from cadenza.policies.gc_pause import uncollected
 from cadenza.policies.inputs.queue_rules import Weights
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, Result, Setup

@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 from cadenza.policies.core.actions import Yield
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
 from cadenza.policies.core.text import printable
+from cadenza.policies.gc_pause import uncollected
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import warm
 from cadenza.policies.round import Live, RoundReport, run_round

@@ -12,7 +12,6 @@ from cadenza.policies.allocation.cadenza.initial import assign_evenly, keep, ord
 from cadenza.policies.allocation.cadenza.local_search import BLOCK, Improver, insert, level
 from cadenza.policies.allocation.cadenza.node_plan import plan_of
 from cadenza.policies.allocation.problem import Case, Plan, Server
-from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.profile import Profile
 
@@ -26,7 +25,6 @@ MAX_EXTRA_EVALUATIONS = 2000
 """Most that newcomers add together."""
 
 
-@uncollected()
 def cadenza(case: Case) -> Plan:
     """Place and divide so that the sum of speeds is high and no job is slower than with its proportional share.
 

@@ -1,4 +1,4 @@
-"""Puts off the collection of cycles, which nothing in this package makes, while very many small objects are."""
+"""Pause of the garbage collector for those who run policies: a decision makes many small objects and no cycles."""
 
 from __future__ import annotations
 
