@@ -16,7 +16,7 @@ from pathlib import Path
 from compressed_times import compress
 from faults_cluster import SETTLE_S, TIMES_FACTOR, FaultRun, last_sample
 from faults_job import STALLED
-from faults_outages import CLOCK_STEPS, LEAD_S, SLURMD_TIMEOUT_S, Outage
+from faults_outages import CLOCK_STEPS, LEAD_S, SLURMD_TIMEOUT_S, Outage, acts
 from faults_schedule import Schedule
 
 from cluster import ENGINE, ClusterError
@@ -88,12 +88,12 @@ class OutageRun(FaultRun):
         try:
             _sleep_until(began_s + LEAD_S)
             self._break()
-            _sleep_until(began_s + LEAD_S + self.outage.length_s * 0.6)
-            self.told = self._tell()
-            steps = CLOCK_STEPS[self.outage.target] if self.outage.kind == "clock" else ()
-            for number, step in enumerate(steps[1:], 1):
-                _sleep_until(began_s + LEAD_S + self.outage.length_s * number / len(steps))
-                self._set_clock(step)
+            for after_s, step in acts(self.outage):
+                _sleep_until(began_s + LEAD_S + after_s)
+                if step:
+                    self._set_clock(step)
+                else:
+                    self.told = self._tell()
             _sleep_until(began_s + self.schedule.kills_until_s)
             self._mend()
             ends_s = time.monotonic()

@@ -22,6 +22,8 @@ MOST_SUBMITTED_S = 75.0
 """Jobs are submitted for at most this long, so that the longest outage does not end with a queue of its length."""
 LOAD = 1.1
 """GPU seconds of the jobs over those of the hosts while they are submitted: more than fit, so that jobs take turns."""
+TOLD_AFTER = 0.6
+"""Part of an outage after which it is looked at what a site is told."""
 SLURMD_TIMEOUT_S = 30
 """Slurm's patience with a silent slurmd: one network cut is shorter; the other and the lost host are longer."""
 STOPPED_S = 75.0
@@ -85,6 +87,16 @@ def outages(only: Collection[str] = KINDS, slurmctld_s: float = 300.0) -> tuple[
         Outage("stop-cadenza-agent", "node1", STOPPED_S, silent.format("node1")),
     )
     return tuple(outage for outage in every if outage.kind in only)
+
+
+def acts(outage: Outage) -> list[tuple[float, str]]:
+    """Return what is done while an outage holds, in order, each with its time after the outage's begin, seconds.
+
+    Each is a further step of the clock, or "" for the look at what a site is told.
+    """
+    steps = CLOCK_STEPS[outage.target] if outage.kind == "clock" else ()
+    jumps = [(outage.length_s * number / len(steps), step) for number, step in enumerate(steps) if number]
+    return sorted([(TOLD_AFTER * outage.length_s, ""), *jumps])
 
 
 def plan_outage(seed: int, outage: Outage, hosts: int, gpus: int) -> Schedule:

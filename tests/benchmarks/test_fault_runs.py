@@ -14,7 +14,7 @@ from typing import Any
 import faults_job
 import pytest
 from faults_job import digest_after
-from faults_outages import KINDS, LEAD_S, outages, plan_outage, table, untold, unwell
+from faults_outages import CLOCK_STEPS, KINDS, LEAD_S, acts, outages, plan_outage, table, untold, unwell
 from faults_schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
 from faults_verdict import Finding, Record, judge
 
@@ -161,6 +161,14 @@ def test_outages_are_one_of_each_kind_and_their_jobs_are_the_seeds_alone() -> No
     assert first.kills_until_s == LEAD_S + 20.0
     assert {event.kind for event in first.events} <= {"submit", "cancel", "requeue", "move"}
     assert any(event.at_s < LEAD_S for event in first.events), "no job runs when the fault begins"
+
+
+def test_a_clock_jumps_in_its_time_also_before_it_is_looked_at_what_is_told() -> None:
+    (away,) = outages(["host"])
+    assert acts(away) == [(54.0, "")]
+    for outage in outages(["clock"]):
+        assert [at_s for at_s, _ in acts(outage)] == [40.0, 72.0, 80.0]
+        assert [step for _, step in acts(outage)] == [CLOCK_STEPS[outage.target][1], "", "+0"]
 
 
 def test_a_gpu_is_not_idle_while_slurm_cannot_reach_its_host_nor_shortly_after() -> None:
