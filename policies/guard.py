@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
@@ -92,10 +93,14 @@ class Guard:
     """Facts that the rules look up; every rule returns the sentence that blocks, None if it allows."""
 
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory) -> None:
-        self.jobs = snapshot.by_key
-        self.nodes = {node.name: node for node in snapshot.nodes}
+        self.snapshot, self.jobs = snapshot, snapshot.by_key
         self.memory = memory
         self.settings = GuardSettings()
+
+    @cached_property
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the nodes by name; few actions are about one."""
+        return {node.name: node for node in self.snapshot.nodes}
 
     def refusal_reason(self, action: Action, settings: GuardSettings, left: int = 1) -> str | None:
         """Return the first rule that blocks an action under these settings, with ``left`` actions of the round left."""

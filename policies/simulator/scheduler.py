@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import ceil, inf
 from operator import attrgetter
 
@@ -30,7 +31,8 @@ class QueuedJob:
     """One job as slurmctld has it, from its submission to its end. Times in seconds."""
 
     __slots__ = (
-        "among", "array", "array_limit", "begin_s", "each", "eligible_s", "facts", "gpus", "id", "licenses", "limit_s",
+        "among", "array", "array_limit", "begin_s", "each", "eligible_s", "facts", "gpus", "id", "kind", "licenses",
+        "limit_s",
         "looked", "order", "owner", "partition", "pins", "priority", "reason", "shown", "site_factor",
         "submit_s",
     )  # fmt: skip
@@ -49,6 +51,8 @@ class QueuedJob:
         """Shares at the nodes that it has to have; empty: any of ``among``."""
         self.eligible_s = submit_s
         """From when on it has an age."""
+        self.kind = 0
+        """Jobs of one number may have the same nodes and ask for as much on each."""
         self.begin_s = submit_s
         """Slurm starts it no earlier."""
         self.site_factor = 0
@@ -110,6 +114,7 @@ class Scheduler:
         """Jobs that wait for their begin time."""
         self.running: dict[QueuedJob, tuple[float, Shares]] = {}
         """The end by its time limit, and what it has on which nodes, other lanes of their hosts included."""
+        self._kinds: dict[tuple[int, tuple[Amount, ...], Shares], int] = {}
         self._unseen: list[QueuedJob] = []
         """Jobs of the queue, or that were in it, since the main scheduler looked last."""
         self._future: Future | None = None
@@ -139,6 +144,7 @@ class Scheduler:
     def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
         """Queue a job, from ``delay_s`` on; its age begins then."""
         job.begin_s = job.eligible_s = now_s + delay_s
+        self._number(job)
         if delay_s > 0:
             job.reason = "BeginTime"
             self._prioritize(job, now_s)
@@ -184,7 +190,16 @@ class Scheduler:
                 return
             yield job
 
-    def change(self) -> None:
+    def ask(self, job: QueuedJob, gpus: int, each: tuple[Amount, ...], pins: Shares) -> None:
+        """Let a job ask for something else."""
+        job.gpus, job.each, job.pins = gpus, each, pins
+        self._number(job)
+        self._change()
+
+    def _number(self, job: QueuedJob) -> None:
+        job.kind = self._kinds.setdefault((job.among, job.each, job.pins), len(self._kinds))
+
+    def _change(self) -> None:
         """Note that a job's request or a node has changed: the main scheduler looks soon, as after a submission."""
         self._new = self._stale = True
         self._future = None
@@ -196,7 +211,7 @@ class Scheduler:
             del self.queue[place]
             self._prioritize(job, now_s)
             insort(self.queue, job, key=BY_ORDER)
-            self.change()
+            self._change()
         else:
             self._prioritize(job, now_s)
 
@@ -204,7 +219,7 @@ class Scheduler:
         """Note whether a node takes jobs."""
         bit = 1 << self.at[name]
         self.open = self.open | bit if opened else self.open & ~bit
-        self.change()
+        self._change()
 
     def book(self, job: QueuedJob, shares: Shares, now_s: float) -> None:
         """Give a job what it has from now on, other than before; nothing: it is over, or out of its nodes."""
@@ -410,7 +425,7 @@ class Scheduler:
         reservation. A job at a limit is not looked at.
         """
         plan = Pass(now_s, self.open, self.backfill)
-        tested = [job for job in self.queue if not self.limit(job)][: self.backfill.max_jobs]
+        tested = list(islice((job for job in self.queue if not self.limit(job)), self.backfill.max_jobs))
         last = self._last_fitting(tested, plan)
         reserved, most = 0, self.backfill.reservations
         for number, job in enumerate(tested):
@@ -432,14 +447,13 @@ class Scheduler:
 
     def _last_fitting(self, tested: Sequence[QueuedJob], plan: Pass) -> int:
         """Return the place of the last job that fits now on nodes without a reservation until its limit, or -1."""
-        vain: dict[tuple[int, tuple[Amount, ...], Shares], float] = {}
+        vain: dict[int, float] = {}
         for number in range(len(tested) - 1, -1, -1):
             job = tested[number]
-            kind = job.among, job.each, job.pins
-            if job.limit_s < vain.get(kind, inf) and job not in self.running:
+            if job.limit_s < vain.get(job.kind, inf) and job not in self.running:
                 if self._place(job, plan.unreserved(job.limit_s)):
                     return number
-                vain[kind] = job.limit_s
+                vain[job.kind] = job.limit_s
         return -1
 
     def _ends(self, now_s: float) -> Future:

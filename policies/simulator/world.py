@@ -246,13 +246,11 @@ class World:
 
     def request(self, job: SimJob) -> None:
         """Tell Slurm what a pending job asks for now, and the nodes that it has to have."""
-        job.queued.each, job.queued.gpus = self._each(job), job.gpus
         nodes = sorted(job.required_nodes)
         pins = tuple(share for share in job.promised if share.gpus)
         if not pins or sorted(share.node for share in pins) != nodes:
             pins = tuple(even_share(job, at, name) for at, name in enumerate(nodes))
-        job.queued.pins = tuple(self._located(share) for share in pins)
-        self.queue.change()
+        self.queue.ask(job.queued, job.gpus, self._each(job), tuple(self._located(share) for share in pins))
         job.stale.append(job)
 
     def set_factor(self, job: SimJob, factor: int) -> None:

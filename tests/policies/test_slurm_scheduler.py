@@ -447,6 +447,8 @@ def test_the_use_of_gpus_and_the_queue_are_kept_as_they_are(jobs: list[TraceJob]
         assert [job for job in queue.queue if not job.looked] == [job for job in queue.queue if job in queue._unseen]
         assert queue.queue == sorted(queue.queue, key=BY_ORDER)
         assert all(queue._place_of(job) == at for at, job in enumerate(queue.queue))
+        kinds = {(job.kind, job.among, job.each, job.pins) for job in queue.queue}
+        assert len(kinds) == len({kind for kind, *_ in kinds}) == len({(*asks,) for _, *asks in kinds})
         seen += 1
         sample(world)
 

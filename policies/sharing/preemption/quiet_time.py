@@ -25,12 +25,12 @@ def note_quiet_time(state: RoundState) -> None:
     jobs = [job for job in state.jobs.started if job.gpus]
     if not all(_settled(state, job) for job in jobs):
         return
-    now_s, standings = state.now_s, Standings(state)
+    now_s = state.now_s
     all_run = all(job.state == "RUNNING" for job in jobs) and state.who.holders.issuperset(state.jobs.ours)
     if all_run and not state.jobs.queue:
         state.outcome.quiet_until_s = now_s + NEWS_S
         return
-    ends = [now_s + CALC_PERIOD_S]
+    ends, standings = [now_s + CALC_PERIOD_S], Standings(state)
     costs_s = [(move.cost_s or COST_S) + move.lost_s for move in state.memory.moves]
     longest_s = QUANTUM_COSTS * max(COST_S, *costs_s, 0.0)  # most jobs have had their GPUs for longer
     for job in jobs:

@@ -58,6 +58,8 @@ def level_points(standings: Standings, job: Job) -> int:
 
 def set_factors(state: RoundState) -> None:
     """Give each waiting job that made way the factor of its level, and take it from jobs that others requeued."""
+    if not state.jobs.queue:
+        return
     standings, factors = Standings(state), state.outcome.factors
     ours = standings.moves.keys() | state.memory.factors.keys()
     for job in [job for job in state.jobs.queue if job.key.id in ours]:
