@@ -29,6 +29,7 @@ from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.leases import book, membership
 from cadenza.sidecar.agent.leases.handover import Handover
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable
+from cadenza.sidecar.agent_settings import AgentSettings, AgentTable
 
 A, B = 1000, 2000
 HONEST, HOSTILE, APART, UNMANAGED = 1, 2, 3, 4
@@ -124,7 +125,7 @@ class Neighbors(RuleBasedStateMachine):
 
     def agent(self) -> HostInMemory:
         rig = HostInMemory(Path(self.folder.name))
-        rig.host.settings = type(rig.host.settings)(service="tcp://ctl:6820")
+        rig.host.settings = AgentSettings(agent=AgentTable(service="tcp://ctl:6820"))
         rig.host.look = self.world.look
         return rig
 
