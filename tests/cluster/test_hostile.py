@@ -29,7 +29,7 @@ HOSTS = {"refuse": "node2", "flood": "node1", "lie": "node1", "comment": "node1"
 """Mode of each hostile job, and its host; the mode of the honest neighbor on node2 is ``idle``."""
 LASTING = ("flood", "lie", "comment", "leave", "forge")
 """Modes whose attack lasts; the job that refuses every stop has its GPU until it must give back its place."""
-TURNS = 14
+TURNS = 10
 """Turns of each honest job that are compared."""
 MAX_LOSS = 0.1
 MAX_ANSWER_S = 0.5
@@ -42,7 +42,7 @@ class Scene:
     """The jobs by the mode of the hostile one, and facts that are gone when they end."""
 
     cluster: Cluster
-    daemons: dict[str, str]
+    daemons: dict[str, int]
     """Pid of each daemon before the attacks."""
     honest: dict[str, int] = field(default_factory=dict)
     hostile: dict[str, int] = field(default_factory=dict)
@@ -87,11 +87,8 @@ class Scene:
         return float(rows[0][0] or 0.0)
 
 
-def pids(cluster: Cluster) -> dict[str, str]:
-    return {
-        f"{container}: {program}": cluster.exec(container, "supervisorctl", "pid", program).stdout
-        for container, program in DAEMONS
-    }
+def pids(cluster: Cluster) -> dict[str, int]:
+    return {f"{container}: {program}": cluster.pid(container, program) for container, program in DAEMONS}
 
 
 def plain(text: str) -> bool:

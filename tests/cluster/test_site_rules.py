@@ -309,16 +309,17 @@ def queue(lot: Lot) -> object:
 
 @contextmanager
 def killed(cluster: Cluster) -> Iterator[None]:
-    cluster.exec("ctl", "sh", "-c", "supervisorctl signal KILL cadenzad; supervisorctl stop cadenzad")
+    cluster.signal("ctl", "KILL", "cadenzad")
+    cluster.service("ctl", "stop", "cadenzad")
     yield
     cluster.service("ctl", "start", "cadenzad")
 
 
 @contextmanager
 def stopped(cluster: Cluster) -> Iterator[None]:
-    cluster.exec("ctl", "supervisorctl", "signal", "STOP", "cadenzad")
+    cluster.signal("ctl", "STOP", "cadenzad")
     yield
-    cluster.exec("ctl", "supervisorctl", "signal", "CONT", "cadenzad")
+    cluster.signal("ctl", "CONT", "cadenzad")
 
 
 @contextmanager

@@ -208,7 +208,8 @@ def test_a_donor_has_its_own_again_on_release_and_when_the_service_is_killed(pro
         cluster.exec("ctl", "rm", "-f", "/etc/cadenza/STOP")
     wait_for("the donor lends again", lent, 60)
 
-    cluster.exec("ctl", "sh", "-c", "supervisorctl signal KILL cadenzad; supervisorctl stop cadenzad")
+    cluster.signal("ctl", "KILL", "cadenzad")
+    cluster.service("ctl", "stop", "cadenzad")
     wait_for("Slurm's values", lambda: untouched(cluster, donor) and untouched(cluster, taker), 30)
     assert {cluster.state(donor), cluster.state(taker)} == {"RUNNING"}
     cluster.service("ctl", "start", "cadenzad")
