@@ -115,7 +115,7 @@ class TopView(msgspec.Struct, frozen=True):
     movable_jobs: int = 0
     """Managed jobs with a lease, and those of them that keep checkpoints, so that they can move."""
     closed: tuple[str, ...] = ()
-    """Lanes that take no jobs while another lane of their host does, each with the reason."""
+    """Lanes that take no jobs although their host is up, each with the reason."""
 
 
 class Recent(NamedTuple):
@@ -191,13 +191,18 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
 
 
 def closed_lanes(snapshot: ClusterSnapshot) -> tuple[str, ...]:
-    """Return a sentence for each lane that takes no jobs while another lane of its host does; drains are known."""
+    """Return a sentence for each lane that takes no jobs although its host is up; drains are known.
+
+    Another lane of the host takes jobs, or Slurm has lost a host whose agent reports.
+    """
     half = {node.host for node in snapshot.nodes if node.takes_jobs}
-    nodes = sorted(snapshot.nodes, key=lambda node: node.name)
+    alive = {host.name for host in snapshot.hosts if host.agent_alive}
+    closed = [node for node in snapshot.nodes if node.gpus and node.closed_reason and not node.drained]
     return tuple(
         f"{node.name} {node.closed_reason}"
-        for node in nodes
-        if node.gpus and node.host in half and node.closed_reason and not node.drained
+        + ("" if node.host in half else " in Slurm, and its agent reports: look at its slurmd")
+        for node in sorted(closed, key=lambda node: node.name)
+        if node.host in half or (node.host in alive and not node.up and not node.asleep)
     )
 
 

@@ -34,7 +34,7 @@ from cadenza.slurm_plugin.service.store.reader import Round
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.terminal import Terminal
-from cadenza.slurm_plugin.views.cluster_view import Recent, build
+from cadenza.slurm_plugin.views.cluster_view import Recent, build, closed_lanes
 from cadenza.slurm_plugin.views.top_screen import Screen
 
 
@@ -137,6 +137,17 @@ def test_top_names_a_lane_that_takes_no_jobs_while_its_hosts_other_lane_does(con
     ]
     text = " ".join(run("top", "--once", "--config", str(config)).stdout.split())
     assert f"{second.name} is down" in text
+
+
+def test_top_names_a_host_that_slurm_has_lost_while_its_agent_reports(config: Path) -> None:
+    seen = cluster(job(1, "first", "held"))
+    lost = [replace(node, up=False) for node in seen.nodes]
+    fill(config, replace(seen, nodes=tuple(lost)), apply=True)
+    told = [f"{node.name} is down in Slurm, and its agent reports: look at its slurmd" for node in lost]
+    assert json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)["closed"] == told
+    away = replace(seen, nodes=tuple(lost), hosts=tuple(replace(host, agent_alive=False) for host in seen.hosts))
+    assert closed_lanes(away) == ()
+    assert closed_lanes(replace(seen, nodes=tuple(replace(node, asleep=True) for node in lost))) == ()
 
 
 def test_top_and_why_name_a_silent_agent_a_fault_of_a_host_and_a_full_disk(
