@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
@@ -401,7 +402,25 @@ def test_a_schedule_that_steps_after_the_boundary_is_named_before_the_job_can_be
     assert keeper._schedules._end is None, "it follows no steps any more"
 
 
-@pytest.mark.parametrize("changes", ["in place", "anew", "not"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_averaged_model_is_named_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setattr(round_trip, "_told", set())
+    model = nn.ModuleDict({"averaged": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean = AveragedModel(model)
+    session = client.attach(model, optimizer)
+    keeper = checkpoint(tmp_path, model=model, optimizer=optimizer, own={"mean": mean} if kept else None)
+    for step in range(4):
+        model["averaged"](torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        keeper.at(step + 1)
+        session.boundary()
+    assert ("an averaged model" in caplog.text) is not kept
+
+
+@pytest.mark.parametrize("changes", ["in place", "anew", "plain", "not"])
 def test_a_buffer_that_changes_and_is_not_saved_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, changes: str
 ) -> None:
@@ -414,8 +433,12 @@ def test_a_buffer_that_changes_and_is_not_saved_is_named(
             model.mean.add_(1)
         elif changes == "anew":
             model.mean = model.mean + 1
+        elif changes == "plain":
+            model.hidden = torch.ones(2)
         keeper._learn()
-    assert caplog.text.count("will not bring back the buffer 0.mean") == (changes != "not")
+    name = "hidden" if changes == "plain" else "mean"
+    assert caplog.text.count(f"will not bring back the tensor 0.{name}") == (changes != "not")
+    assert caplog.text.count("will not bring back the tensor") == (changes != "not")
 
 
 def test_what_a_keeper_has_inside_another_object_is_in_it(

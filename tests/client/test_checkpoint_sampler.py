@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
+from cadenza.sidecar import client
 from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint
 from cadenza.sidecar.client.errors import UsageError
 
@@ -156,6 +157,65 @@ def test_the_end_is_known_only_of_an_epoch_that_has_other_batches() -> None:
     single = ResumableSampler(8)
     for _ in single.batches(DataLoader(range(8), batch_size=8, sampler=single)):  # type: ignore[arg-type]
         assert (single.position, single.at_epoch_end) == (8, False)
+
+
+def test_what_a_script_draws_or_seeds_at_the_beginning_of_an_epoch_is_not_done_again_in_its_middle(
+    tmp_path: Any,
+) -> None:
+    data = TensorDataset(torch.arange(12))
+
+    def train(keeper: Any, sampler: ResumableSampler, stop: int) -> list[float]:
+        drawn: list[float] = []
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        for epoch in range(sampler.epoch, 2):
+            torch.manual_seed(epoch)
+            for _ in sampler.batches(loader):
+                drawn.append(torch.rand(1).item())
+                if len(drawn) == stop:
+                    keeper.save(stop)
+                    return drawn
+        return drawn
+
+    sampler = ResumableSampler(data)
+    whole = train(None, sampler, -1)
+    sampler = ResumableSampler(data)
+    first = train(checkpoint(tmp_path, sampler=sampler), sampler, 5)
+    sampler = ResumableSampler(data)
+    keeper = checkpoint(tmp_path, sampler=sampler)
+    keeper.restore()
+    assert first + train(keeper, sampler, -1) == whole
+
+
+def test_a_sampler_of_which_the_training_takes_nothing_is_refused(tmp_path: Any) -> None:
+    """As where it was given to the keeper, and not to the loader."""
+    sampler = ResumableSampler(12)
+    session = client.attach()
+    keeper = checkpoint(tmp_path, sampler=sampler)
+    ready = []
+    for step in range(3):
+        keeper.at(step)
+        session.boundary()
+        keeper._learn()
+        ready.append(keeper._registration.ready)
+        sampler.used |= step == 1
+    client.detach()
+    assert ready == [False, False, True]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_sampler_made_anew_for_an_epoch_is_refused(tmp_path: Any, kept: bool) -> None:
+    samplers = [ResumableSampler(4), ResumableSampler(4)]
+    session = client.attach()
+    keeper = checkpoint(tmp_path, sampler=samplers[0], own={"later": samplers[1]} if kept else None)
+    ready = []
+    for step, sampler in enumerate(samplers):
+        sampler.advance(1)
+        keeper.at(step)
+        session.boundary()
+        keeper._tell()
+        ready.append(keeper._registration.ready)
+    client.detach()
+    assert ready == [True, kept]
 
 
 def test_the_length_is_that_of_the_epoch_throughout_it() -> None:

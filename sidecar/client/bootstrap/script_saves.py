@@ -303,3 +303,6 @@ def follow(session: Session) -> None:
             _opened.expected[os.path.realpath(path)] = functools.partial(session.restored, path, step)
         for path in sorted(_opened.paths):
             _opened.opened(path)
+        for path in [one for one in _opened.expected if one.endswith(".safetensors")]:
+            if any(path in os.path.realpath(word.rpartition("=")[2]) for word in sys.argv):
+                _opened.opened(path)  # its library opens files past Python; the script was told this one

@@ -27,7 +27,7 @@ from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner
 from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, ModelPart, Part, fits, tensors_in
 from cadenza.sidecar.client.checkpoints.periodic import Periodic
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
-from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler, latest
 from cadenza.sidecar.client.checkpoints.round_trip import LeftOut, RoundTrips, ScheduleOrder
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, Units
@@ -40,6 +40,8 @@ from cadenza.sidecar.client.zip_equal import zip_equal
 
 _log = logging.getLogger("cadenza.client")
 
+UNUSED = "no sample of its ResumableSampler was counted: give it to the DataLoader, and take batches from batches()"
+UNKEPT = "its batches come from a ResumableSampler that no keeper has: make one for all epochs, and give it as sampler="
 LEFT_EARLY = (
     "its loop leaves epochs of the ResumableSampler before their end, and a start in the middle of one would not know "
     "where: give the sampler as many samples as an epoch has, or count steps instead of reading sampler.epoch"
@@ -110,6 +112,9 @@ class Checkpoint:
         )
         if isinstance(sampler, ResumableSampler):
             sampler.on_next = self._session.next_batch
+        for one in (sampler, *(part.thing for part in parts.values())):
+            if isinstance(one, ResumableSampler):
+                one.kept = True
         self._tell()
         self._session.looks.append(self._look)
         self._session.save_points.on_sample.append(self._left_out.look)
@@ -372,8 +377,12 @@ class Checkpoint:
         units = self._units
         reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
         reason = reason or self._schedules.late
-        if isinstance(self._sampler, ResumableSampler) and self._sampler.gives_epochs and self._sampler.left_early:
-            reason = reason or LEFT_EARLY
+        if isinstance(self._sampler, ResumableSampler):
+            unused = UNUSED if units.since and not self._sampler.used else ""
+            left_early = LEFT_EARLY if self._sampler.gives_epochs and self._sampler.left_early else ""
+            reason = reason or unused or left_early
+        other = latest()
+        reason = reason or (UNKEPT if units.since and other is not None and not other.kept else "")
         if not reason and not self._looked_for_workers:
             self._looked_for_workers = True
             reason = self._stopped = living_workers()
@@ -615,10 +624,16 @@ class Checkpoint:
                 generator.restore(loaded.own["generators"][name])
             else:
                 generator.seed(rng_state.seed_of(loaded.own["rng"], step, rank))
-        if rank < loaded.world_size:
-            rng_state.restore(loaded.own["rng"])
-        else:
-            rng_state.seed_new_rank(loaded.own["rng"], step, rank)
+
+        def draw_on() -> None:
+            if rank < loaded.world_size:
+                rng_state.restore(loaded.own["rng"])
+            else:
+                rng_state.seed_new_rank(loaded.own["rng"], step, rank)
+
+        draw_on()
+        if isinstance(self._sampler, ResumableSampler):  # a script may seed anew at the beginning of each epoch
+            self._sampler.resume = draw_on
 
 
 def _number(step: int) -> int:

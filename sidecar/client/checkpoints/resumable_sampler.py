@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
@@ -16,6 +17,13 @@ from cadenza.sidecar.client.errors import MismatchError, UsageError
 T = TypeVar("T")
 
 _log = logging.getLogger("cadenza.client")
+_latest: list[weakref.ref[ResumableSampler]] = []
+"""The sampler of this process whose samples were counted last."""
+
+
+def latest() -> ResumableSampler | None:
+    """Return the sampler of this process whose samples were counted last, if it is still there."""
+    return _latest[0]() if _latest else None
 
 
 class ResumableSampler(Sampler[int]):
@@ -57,6 +65,12 @@ class ResumableSampler(Sampler[int]):
         """Number of batches that ``batches()`` has handed out in this process."""
         self.on_next: Callable[[], object] = bool
         """Called before ``batches()`` hands out a batch, or ends: all of the step before is done."""
+        self.resume: Callable[[], object] | None = None
+        """Called once, before the first batch after a restore: what the script does before it was done already."""
+        self.kept = False
+        """A keeper has it."""
+        self.used = False
+        """Samples were counted: the script takes its data by this sampler."""
         self._ranks = ranks
         self._unaccounted = False
         self._counts = 0
@@ -122,7 +136,8 @@ class ResumableSampler(Sampler[int]):
 
     def _count(self, samples: int) -> None:
         size = self._world()[1]
-        self._unaccounted = False
+        self._unaccounted, self.used = False, True
+        _latest[:] = [weakref.ref(self)]
         self._counts += 1
         self.position += samples * size
         if self.length - self.position < (size if self.drop_last else 1):
@@ -142,6 +157,9 @@ class ResumableSampler(Sampler[int]):
         self.on_next()
         self._leave_end()
         self._look_back()
+        resume, self.resume = self.resume, None
+        if resume is not None and self.position:
+            resume()
         self._by_batches = True
         drops = bool(getattr(loader, "drop_last", False))
         left = self._share(self.length - self.position)
@@ -202,6 +220,7 @@ class ResumableSampler(Sampler[int]):
         for name in ("seed", "position", "shuffle"):
             setattr(self, name, state[name])
         self._epoch, self._start = state["epoch"], state["position"]
+        self.used |= bool(self._epoch or self.position)
         self._unaccounted = False
         self._counts = 0
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from cadenza.sidecar.client import rng_state
@@ -374,11 +375,10 @@ class LeftOut:
         if self._buffers is not None and not self._buffers:
             return
         found = {
-            f"{name}.{key}".lstrip("."): module.get_buffer(key)
+            f"{name}.{key}".lstrip("."): tensor
             for root in modules
             for name, module in root.named_modules()
-            for key in module._non_persistent_buffers_set  # noqa: SLF001
-            if getattr(module, key, None) is not None
+            for key, tensor in _unsaved(module)
         }
         before, self._buffers = self._buffers, {}
         if before is None:
@@ -386,7 +386,7 @@ class LeftOut:
             return
         for name, buffer in found.items():
             if name in before and not before[name].same(buffer):
-                _tell(f"the buffer {name}, which changes in training and has persistent=False; give it as own=")
+                _tell(f"the tensor {name}, which changes and is not in the state_dict() of its module; give it as own=")
 
     def _compare(self, stepping: Sequence[optim.Optimizer], held: Iterable[object]) -> None:
         kept = _reached(held)
@@ -398,9 +398,17 @@ class LeftOut:
             elif 0 < absent < len(params):  # where all are absent they are copies of its own
                 _tell(f"{absent} parameters that {type(optimizer).__qualname__} trains; give their module as model=")
         ids = {id(optimizer) for optimizer in stepping}
+        names = [_names_of(one) for one in held if isinstance(one, nn.Module)]
         for thing in gc.get_objects():
             if issubclass(type(thing), SCHEDULERS) and id(thing) not in kept and id(thing.optimizer) in ids:
                 _tell(f"the state of a {type(thing).__qualname__}; give it as scheduler=")
+            averages = issubclass(type(thing), AveragedModel) and _names_of(thing.module) in names
+            if averages and not {id(one) for one in thing.parameters()} <= kept:
+                _tell("an averaged model; give it as own=")
+
+
+def _names_of(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters()}
 
 
 def _tell(what: str) -> None:
@@ -408,6 +416,19 @@ def _tell(what: str) -> None:
     if what not in _told:
         _told.add(what)
         _log.warning("a restore will not bring back %s of client.checkpoint(), or make the keeper after it", what)
+
+
+def _unsaved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a module keeps from step to step, and no state dict has: buffers and plain attributes.
+
+    One that is a function of parameters, as those of weight_norm, or still part of a graph, is made anew.
+    """
+    parameters = vars(module)["_parameters"]
+    for key in (*module._non_persistent_buffers_set, *vars(module)):  # noqa: SLF001
+        value = getattr(module, key, None)
+        made = parameters.keys() & {f"{key}_g", f"{key}_orig"}
+        if isinstance(value, torch.Tensor) and value.grad_fn is None and not made:
+            yield key, value
 
 
 class ScheduleOrder:
