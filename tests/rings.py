@@ -37,15 +37,18 @@ class Ring:
     folder: str = "tests"
 
 
+# Collecting them takes each process seconds, for nothing.
+ELSEWHERE = ("--ignore=tests/cluster", "--ignore=tests/vm", "--ignore-glob=*/test_wheels.py")
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
 FAST = Ring(
     "fast", "not cluster and not browser and not slow and not packages and not vm",
-    ("-n", "logical", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
+    ("-n", "logical", "--dist", "worksteal", *ELSEWHERE, "--ignore-glob=*/test_integrations_*.py",
+     "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
 SLOW = Ring(
     "slow", "(slow or browser) and not cluster",
-    ("-n", "2", "--dist", "loadscope", "--hypothesis-profile=thorough"), "browser",
+    ("-n", "2", "--dist", "loadscope", *ELSEWHERE, "--hypothesis-profile=thorough"), "browser",
 )  # fmt: skip
 ON_CLUSTER = "tests/cluster"
 CLUSTER = Ring(
