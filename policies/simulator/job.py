@@ -21,6 +21,7 @@ from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import JobResult
 from cadenza.policies.simulator.scheduler import QueuedJob
+from cadenza.policies.simulator.waiting_count import Asked
 
 FIRST_ITERATIONS = 100
 ROUNDING = 1e-6
@@ -44,6 +45,7 @@ class SimJob:
         "attained_on",
         "attained_s",
         "cost_until_s",
+        "counted",
         "cpus",
         "done_s",
         "finish_s",
@@ -128,11 +130,11 @@ class SimJob:
         """Time at which Slurm started this incarnation, where moves take several rounds; else ``start_s`` counts."""
         self.requeued_s: float | None = None
         """Time of its last requeue, by which Slurm calls it submitted anew."""
-        self.finish_s = inf
         self.hundred_s: float | None = None
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
         self._shown, self.version = _NOTHING, 0
         """Counts the changes, so that an end that was foreseen before a change no longer counts."""
+        self.counted: Asked | None = None  # as one that waits
         self.lease: SimLease | None = None
         self.gpus_held: tuple[Gpu, ...] = ()
         self.packed: set[JobKey] = set()
@@ -141,8 +143,8 @@ class SimJob:
         """True from the order of a move until the job has started again."""
         self.move_cost_s: float | None = None
         """Seconds without progress that are left to pay at the next start, of a move or of a requeue after a save."""
-        self.saved_s = inf
-        """Time at which the ordered checkpoint is complete."""
+        self.finish_s = self.saved_s = inf
+        """The latter: time at which the ordered checkpoint is complete."""
         self.saved_work_s = 0.0
         """Work in the last checkpoint that was ordered; those of its own follow at intervals from there."""
 

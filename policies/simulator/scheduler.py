@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import ceil, inf
@@ -426,35 +426,25 @@ class Scheduler:
         """
         plan = Pass(now_s, self.open, self.backfill)
         tested = list(islice((job for job in self.queue if not self.limit(job)), self.backfill.max_jobs))
-        last = self._last_fitting(tested, plan)
+        room = _RoomNow(plan, tested, self.running, self._place)
+        last = room.last_before(len(tested))
         reserved, most = 0, self.backfill.reservations
         for number, job in enumerate(tested):
             if number > last:
                 break
-            if most is not None and reserved >= most and not self._place(job, plan.unreserved(job.limit_s)):
+            if most is not None and reserved >= most and not room.has(job):
                 continue
             if self.limit(job):
                 continue
             start_s, spot = plan.earliest(job, self._ends(now_s))
             if spot and start_s <= now_s:
                 self._start(job, spot)
-                last = self._last_fitting(tested[: last + 1], plan)
+                last = room.last_before(last + 1)
             elif spot and (most is None or reserved < most):
                 plan.reserve(start_s, start_s + job.limit_s, bits_of(spot))
                 reserved += 1
-                if not self._place(tested[last], plan.unreserved(tested[last].limit_s)):
-                    last = self._last_fitting(tested[:last], plan)
-
-    def _last_fitting(self, tested: Sequence[QueuedJob], plan: Pass) -> int:
-        """Return the place of the last job that fits now on nodes without a reservation until its limit, or -1."""
-        vain: dict[int, float] = {}
-        for number in range(len(tested) - 1, -1, -1):
-            job = tested[number]
-            if job.limit_s < vain.get(job.kind, inf) and job not in self.running:
-                if self._place(job, plan.unreserved(job.limit_s)):
-                    return number
-                vain[job.kind] = job.limit_s
-        return -1
+                if not room.has(tested[last]):
+                    last = room.last_before(last)
 
     def _ends(self, now_s: float) -> Future:
         """Return the ends of the running jobs by their limits; the same object until a job starts or time passes."""
@@ -489,6 +479,42 @@ class Scheduler:
             if job.shown != (shown := (job.priority, reason)):
                 job.shown = shown
                 yield job
+
+
+class _RoomNow:
+    """The jobs of one pass that fit now on nodes without a reservation until their limit.
+
+    A pass only takes room. So where a job has none, others of its kind have none for the rest of the pass, unless
+    their limit is shorter.
+    """
+
+    def __init__(
+        self,
+        plan: Pass,
+        tested: Sequence[QueuedJob],
+        running: Container[QueuedJob],
+        place: Callable[[QueuedJob, int], list[int]],
+    ) -> None:
+        self._plan, self._tested, self._running, self._place = plan, tested, running, place
+        self._vain: dict[int, float] = {}
+        """The shortest limit without room, by kind of job."""
+
+    def has(self, job: QueuedJob) -> bool:
+        """Return True if a job fits now."""
+        if job.limit_s >= self._vain.get(job.kind, inf):
+            return False
+        if self._place(job, self._plan.unreserved(job.limit_s)):
+            return True
+        self._vain[job.kind] = job.limit_s
+        return False
+
+    def last_before(self, end: int) -> int:
+        """Return the place of the last job before this place that waits and fits now, or -1."""
+        for at in range(end - 1, -1, -1):
+            job = self._tested[at]
+            if job.limit_s < self._vain.get(job.kind, inf) and job not in self._running and self.has(job):
+                return at
+        return -1
 
 
 def following(now_s: float, every_s: float) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
 
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.errors import InputError, SimulationError
-from cadenza.policies.core.idle_gpus import HostGpus, Wanted, idle_waiting_gpus
+from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
@@ -21,6 +22,7 @@ from cadenza.policies.simulator.leases import Changes, Leases
 from cadenza.policies.simulator.priority import Person
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
 from cadenza.policies.simulator.scheduler import QueuedJob, Scheduler
+from cadenza.policies.simulator.waiting_count import WaitingCount, narrowest
 from cadenza.policies.slurm.backfill import Shares
 
 SAVE_SHARE = 0.25
@@ -51,10 +53,10 @@ class World:
         self._records: dict[JobKey, Job] = {}
         """The live jobs as the last snapshot showed them, but for those in ``_stale``; ``_unready`` age."""
         self._stale, self._unready = list[SimJob](), list[SimJob]()
+        self._waiting = WaitingCount()
         self._shown: ClusterSnapshot | None = None
         """The last snapshot, while nothing but the time has changed."""
-        self.ended: list[JobResult] = []
-        self.samples: list[Sample] = []
+        self.ended, self.samples = list[JobResult](), list[Sample]()
         self.leases: Leases | None = None
         if setup.lanes > 1 or setup.phased_moves:
             self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not setup.phased_moves)
@@ -183,8 +185,13 @@ class World:
 
     def _only_the_first_count(self) -> bool:
         """Return True if no word of Slurm on a job behind others counts: on hosts with lanes and at limits it does."""
+        return self._free and len(self.queue.lanes) == 1 and not (self._load or self.setup.place)
+
+    @cached_property
+    def _free(self) -> bool:
+        """Return True if no job waits for anything but resources."""
         free = all(job.array_limit is None and not job.licenses for job in self._arrivals)
-        return free and len(self.queue.lanes) == 1 and not (self._load or self.setup.place or self.queue.limited)
+        return free and not self.queue.limited
 
     def _within_reach(self, trace: TraceJob) -> bool:
         """Return True if decisions can depend on a job that has come and waits."""
@@ -305,6 +312,7 @@ class World:
         for keys in self._prefetched.values():
             keys.discard(job.key)
         del self.live[job.key]
+        self._stale.append(job)
         self._records.pop(job.key, None)
         self._shown = None
 
@@ -362,7 +370,7 @@ class World:
             if job.key in self.live and (self._reach is None or job.state != "PENDING" or job.key.id in self._seen):
                 self._records[job.key] = job.record(self.now_s)
         self._unready = [job for job in renewed if job.lease is not None and not job.lease_stands(self.now_s)]
-        self._stale.clear()
+        self._waiting.update(self._stale, self.live, clear=True)
         nodes, hosts = self._tuple, self._hosts
         if self.leases is not None:
             for name in self._rebooked:
@@ -621,20 +629,18 @@ class World:
         if not idle:
             return 0.0
         # 2. The narrowest jobs that wait, by what rules hosts out for them.
-        narrowest: dict[tuple[str, str, frozenset[str]], int] = {}
-        for job in self.live.values():
-            trace = job.trace
-            if job.running or job.gpus > idle:
-                continue
-            kind = trace.partition, trace.gpu_type, trace.barred
+        self._waiting.update(self._stale, self.live)
+        asked = self._waiting.asked()
+        if not self._free:
             # A job at a limit of its account, QOS, array or license would not start on free GPUs.
-            if job.gpus < narrowest.get(kind, inf) and (job.state != "PENDING" or not self.queue.limit(job.queued)):
-                narrowest[kind] = job.gpus
-        if not narrowest:
+            jobs = (job for job in self.live.values() if job.state != "PENDING" or not self.queue.limit(job.queued))
+            asked = [job.counted for job in jobs if job.counted is not None]
+        found = narrowest(asked, idle)
+        if not found:
             return 0.0
         # 3. Hosts on which one of them fits.
         hosts = [HostGpus(node.gpus, free, node.partitions, node.gpu_type, node.name) for node, free in idle_on]
-        return float(idle_waiting_gpus(hosts, {Wanted(*kind): gpus for kind, gpus in narrowest.items()}))
+        return float(idle_waiting_gpus(hosts, found))
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""

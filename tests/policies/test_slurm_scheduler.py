@@ -25,12 +25,12 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.simulator.job import SimJob
 from cadenza.policies.simulator.run_values import GUARD, Setup
-from cadenza.policies.simulator.scheduler import BY_ORDER
+from cadenza.policies.simulator.scheduler import BY_ORDER, QueuedJob, _RoomNow
 from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 from cadenza.policies.simulator.world import World
-from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares
+from cadenza.policies.slurm.backfill import EASY, SLURM, Backfill, Future, Pass, Shares
 
 LONG = {"work_s": 1000.0, "time_limit_s": 1000.0}
 
@@ -461,3 +461,26 @@ def test_the_use_of_gpus_and_the_queue_are_kept_as_they_are(jobs: list[TraceJob]
             setup,
         )
     assert seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.sampled_from([SLURM, EASY, Backfill(max_jobs=5)]))
+def test_what_has_no_room_in_a_pass_has_none_later_in_it(jobs: list[TraceJob], rules: Backfill) -> None:
+    """Each answer of a pass is the plain one: nodes without a reservation until the limit that have room now."""
+    has, last = _RoomNow.has, _RoomNow.last_before
+
+    def checked(room: _RoomNow, job: QueuedJob) -> bool:
+        found = has(room, job)
+        assert found == bool(room._place(job, room._plan.unreserved(job.limit_s)))
+        return found
+
+    def last_before(room: _RoomNow, end: int) -> int:
+        plain = [job for job in room._tested[:end] if job not in room._running and checked(room, job)]
+        found = last(room, end)
+        assert found == (room._tested.index(plain[-1]) if plain else -1)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_RoomNow, "has", checked)
+        patch.setattr(_RoomNow, "last_before", last_before)
+        simulate_slurm(jobs, read_cluster("2x8:24:500"), Setup(queue=SITE), rules)
