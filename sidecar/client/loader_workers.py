@@ -39,17 +39,26 @@ class LoaderEnds:
 
     def here(self) -> bool:
         """Return whether an iterator of this process is at its end, as far as it has a length."""
-        accelerate = sys.modules.get("accelerate.state")  # it fetches a batch ahead, and knows which is the last
-        if accelerate is not None and getattr(accelerate.GradientState, "_shared_state", None):
-            state = accelerate.GradientState()
-            if state.in_dataloader:
-                return bool(state.end_of_dataloader)
+        if (known := accelerate_at_end()) is not None:
+            return known
         elastic = sys.modules.get("cadenza.sidecar.client.data.elastic_loader")
         kinds = (_BaseDataLoaderIter, *([elastic.Epoch] if elastic else []))
         ended = [one for one in gc.get_objects() if issubclass(type(one), kinds) and _is_at_end(one)]
         for one in ended:
             self._ended[one] = self._ended.get(one, 0) + 1
         return any(self._ended[one] <= IDLE for one in ended)
+
+
+def accelerate_at_end() -> bool | None:
+    """Return whether Accelerate has handed out the last batch of an epoch; None outside of its loaders.
+
+    It fetches a batch ahead, and so knows which is the last of data without a length, too.
+    """
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or not getattr(accelerate.GradientState, "_shared_state", None):
+        return None
+    state = accelerate.GradientState()
+    return bool(state.end_of_dataloader) if state.in_dataloader else None
 
 
 def _is_at_end(iterator: Any) -> bool:

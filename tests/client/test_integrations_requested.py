@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from test_checkpoint_requested import requested_by, send_on
 from test_integrations_callbacks import example
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.bootstrap.process import current
 from cadenza.sidecar.client.data import ElasticDataLoader
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.integrations import transformers as callbacks
 from cadenza.sidecar.client.integrations.framework_checkpoints import lightning_step
 from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
@@ -260,6 +262,34 @@ def test_transformers_does_an_epochs_own_work_before_or_after_a_move(
     said = finish()
     assert (said["step"], said["error"]) == (5, "")
     assert train(resume=CadenzaTrainerCallback.newest(tmp_path)) == whole
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_transformers_finds_its_place_in_the_first_pass_over_a_stream_only(
+    monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Its counts take such data for one epoch, and it skips batches until there are none."""
+    refused: list[str] = []
+    part = SimpleNamespace(checkpoint_due=False, boundary=lambda _: None, refuse=refused.append)
+    part.not_saved = lambda error: (refused.append(str(error)), setattr(part, "checkpoint_due", False))
+    callback = CadenzaTrainerCallback(checkpoints=True)
+    monkeypatch.setattr(callback, "_part", part)
+    ends = iter([False, True])
+    monkeypatch.setattr(callbacks, "accelerate_at_end", lambda: next(ends))
+    data = DataLoader(type("Stream", (IterableDataset,), {"__iter__": lambda _: iter(())})() if streams else range(4))  # type: ignore[arg-type]
+    arguments = SimpleNamespace(gradient_accumulation_steps=1, train_batch_size=8)
+    control = SimpleNamespace(should_save=False)
+    callback.on_epoch_begin(None, None, control, train_dataloader=data)
+    saved = []
+    for _ in range(2):
+        part.checkpoint_due = True
+        callback.on_step_end(arguments, SimpleNamespace(epoch=0.3), control)
+        saved.append(control.should_save)
+        control.should_save = False
+    callback.on_epoch_end(None, None, control, train_dataloader=data)
+    assert (saved, control.should_save) == ([True, False], not streams)
+    callback.on_epoch_begin(None, None, control, train_dataloader=data)
+    assert refused == [callbacks.STREAM] * (2 if streams else 0)
 
 
 @pytest.mark.parametrize(("owner", "saves"), [("lightning", 0), ("", 1)])

@@ -96,6 +96,11 @@ class Participation:
         if self._session is not None:
             self._session.checkpointed(error=str(error) or repr(error))
 
+    def refuse(self, reason: str) -> None:
+        """Take no more requests for a checkpoint."""
+        if self._registration is not None:
+            self._registration.tell(reason)
+
     def restored(self, path: object, step: int) -> None:
         """Say that this run goes on from a checkpoint that the framework has loaded."""
         if self._session is not None:

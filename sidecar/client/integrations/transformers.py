@@ -6,18 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import SaveError, UsageError
 from cadenza.sidecar.client.integrations import MissingFrameworkError
 from cadenza.sidecar.client.integrations.framework_checkpoints import newest_of_trainer
 from cadenza.sidecar.client.integrations.participation import Participation, containers, warn_of_other_owner, wrapper
+from cadenza.sidecar.client.loader_workers import accelerate_at_end
 
 try:
     from transformers import TrainerCallback
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 except ImportError as error:
     raise MissingFrameworkError("transformers", error) from error
 
 __all__ = ["CadenzaTrainerCallback"]
+
+STREAM = "its training data have no length, and the Trainer would not find its place in them after their first pass"
 
 
 class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped where the extra is not installed
@@ -45,6 +48,8 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
         self._run: dict[str, object] = {}
         self._training = False
         self._at_end = False
+        self._passes = 0
+        """Passes over the data that this run has begun."""
         self._part = Participation(self._state)
 
     @staticmethod
@@ -58,7 +63,7 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
         named = None if isinstance(self.checkpoints, (bool, type(None))) else Path(self.checkpoints).absolute()
         if named is not None and named != Path(args.output_dir).absolute():
             raise UsageError(f"checkpoints={str(named)!r}: the Trainer saves in its output_dir, {args.output_dir!r}")
-        self._training = True
+        self._training, self._passes = True, 0
         self._join(run)
         if state.global_step:
             self._part.restored(_place(args, state.global_step), state.global_step)
@@ -66,13 +71,21 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End a step; its number of samples is that of full batches."""
         batches = 1 if self.every_batch else args.gradient_accumulation_steps
-        self._at_end = float(state.epoch).is_integer()
+        self._at_end = float(state.epoch).is_integer() or bool(accelerate_at_end())
         self._part.boundary(args.train_batch_size * batches)
         if not self._at_end:  # else the evaluation of the epoch is still to come
             control.should_save |= self._part.checkpoint_due
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:  # noqa: ARG002
+        """Refuse requests from the second pass over data without a length on."""
+        self._passes += 1
+        if self._passes > 1 and not has_length(train_dataloader):
+            self._part.refuse(STREAM)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:  # noqa: ARG002
         """Have the Trainer save what Cadenza requested at an epoch's last step; it evaluates before it saves."""
+        if self._part.checkpoint_due and not has_length(train_dataloader):
+            self._part.not_saved(SaveError(STREAM))
         control.should_save |= self._part.checkpoint_due
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
