@@ -433,9 +433,11 @@ def test_the_use_of_gpus_and_the_queue_are_kept_as_they_are(jobs: list[TraceJob]
     parts, seen = frozenset({PARTITION}), 0
     rules = PolicySettings(partitions=parts, sharing=SharingSettings(partitions=parts), phased_moves=True)
     lanes = 1 if share == "preemption" else 2
-    queue = SITE if limits else QueueRules(weights=SITE.weights, licenses=SITE.licenses)
+    queue = SITE if limits else QueueRules(weights=SITE.weights)
     setup = Setup(round_s=60.0, place=False, queue=queue, phased_moves=True, rounds_on_events=True, lanes=lanes)
     jobs = [replace(job, checkpoints=job.id % 2 == 0) for job in jobs]
+    if not limits:
+        jobs = [replace(job, array="", array_limit=None, licenses=()) for job in jobs]
     sample = World._sample
 
     def checked(world: World) -> None:
