@@ -21,9 +21,9 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import JobKey
 
-Topic: TypeAlias = Literal["turn", "back", "pin", "queue", "pack", "repair", "stranded", "size", "cpus"]
+Topic: TypeAlias = Literal["turn", "back", "pin", "queue", "pack", "order", "repair", "stranded", "size", "cpus"]
 """Subject of a sentence: a job's turn, why it gives its place back, the end of its pin, its place in Slurm's queue, its
-pack, its repair, why it cannot start where it was placed, why its size stays, why it lends no CPUs."""
+pack, its move, its repair, why it cannot start where it was placed, why its size stays, why it lends no CPUs."""
 
 
 @dataclass

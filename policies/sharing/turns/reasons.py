@@ -16,6 +16,8 @@ NOT_ASKED = "has started without its lease, as its option `late` says, and has n
 ADDED: tuple[Topic, ...] = ("stranded", "size", "cpus")
 """Further limits on a job: added to each sentence but that on an order."""
 Said = Mapping[Topic, str]
+NOTHING: Said = {}
+"""Sentences of the stages on most jobs, because most wait."""
 
 
 def explain(state: RoundState) -> None:
@@ -29,59 +31,62 @@ def _sentences(state: RoundState, waiting: Callable[[], Mapping[JobKey, str]]) -
     outcome = state.outcome
     for key, text in waiting().items():
         outcome.say("queue", key, text)
-    orders = {action.job: action.reason for action in outcome.moves}
-    orders |= {key: way.reason for way in outcome.ways for key in way.jobs}
+    for action in outcome.moves:
+        outcome.say("order", action.job, action.reason)
+    for way in outcome.ways:
+        for key in way.jobs:
+            outcome.say("order", key, way.reason)
+    return _chosen(state)
+
+
+def _chosen(state: RoundState) -> dict[JobKey, str]:
+    """Return the first of these sentences that there is for each job, because it is what its user can act on."""
+    settings, reasons = state.settings, state.outcome.reasons
     owed_s = {debt[:2]: debt.owed_s for debt in state.memory.sharing.debts}
-    return {
-        job.key: _sentence(job, state, outcome.reasons.get(job.key, {}), orders.get(job.key), owed_s.get(job.key, 0.0))
-        for job in state.snapshot.jobs
-        if job.options is not None
-    }
+    found: dict[JobKey, str] = {}
+    for job in state.snapshot.jobs:
+        if job.options is None:
+            continue
+        # 1. Why it is left alone. Slurm's queue is looked at with the jobs of all, so stages speak of such a job, too.
+        excluded, said = exclusion_reason(job, settings), reasons.get(job.key, NOTHING)
+        # 2. What is done to it in this round. A repair comes first, because a job that is repaired gets no other order;
+        #    a move or a requeue ends a pack, so that comes last.
+        if first := excluded or (said and (said.get("repair") or said.get("order") or said.get("pack"))):
+            found[job.key] = first
+            continue
+        # 3. Its place in Slurm's queue as this round found it, which says more than that a pin of it has ended.
+        # 4. Its state in Slurm, and its turn.
+        own = (said and (said.get("queue") or said.get("pin"))) or _as_it_is(job, state, said, owed_s)
+        found[job.key] = "; ".join((own, *(said[topic] for topic in ADDED if topic in said))) if said else own
+    return found
 
 
-def _sentence(job: Job, state: RoundState, said: Said, order: str | None, owed_s: float) -> str:
-    """Return the sentence of one job: the first of these that there is, because it is what its user can act on.
-
-    ``order``: why it moves or makes way in this round.
-    """
-    # 1. Why it is left alone. Slurm's queue is looked at with the jobs of all, so stages speak of such a job, too.
-    if excluded := exclusion_reason(job, state.settings):
-        return excluded
-    # 2. What is done to it in this round. A repair comes first, because a job that is repaired gets no other order;
-    #    a move or a requeue ends a pack, so that comes last.
-    if (done := said.get("repair") or order or said.get("pack")) is not None:
-        return done
-    # 3. Its place in Slurm's queue as this round found it, which says more than that a pin of it has ended.
-    # 4. What Slurm or its owner has done to it: a turn means nothing to a job that cannot run.
-    # 5. Why it gives its place back, which ends its turns; else its turn.
-    own = said.get("queue") or said.get("pin") or _left_as_it_is(job, state) or said.get("back")
-    own = own or _turn(job, state, said, owed_s)
-    return "; ".join((own, *(said[topic] for topic in ADDED if topic in said))) if said else own
-
-
-def _left_as_it_is(job: Job, state: RoundState) -> str | None:
-    """Return a sentence on a job that Slurm or its owner keeps from turns, None for one that takes them."""
+def _as_it_is(job: Job, state: RoundState, said: Said, owed_s: Mapping[tuple[int, int], float]) -> str:
+    """Return the sentence on a job by its state: what keeps it from turns, else why it leaves, else its turn."""
     if job.held:
         return "left alone: held by its owner or an admin"
     if job.state == "PENDING":
         return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
     if job.state == "SUSPENDED" and job.key not in state.memory.suspended:
         return "left alone: suspended by its owner or an admin"
-    return "no agent knows the job, so it runs as without Cadenza" if job.lease is None else None
+    if job.lease is None:
+        return "no agent knows the job, so it runs as without Cadenza"
+    return said.get("back") or _turn(job, job.lease, state, said.get("turn"), owed_s.get(job.key))
 
 
-def _turn(job: Job, state: RoundState, said: Said, owed_s: float) -> str:
-    """Return the sentence on the turn of a job with a lease, with all that bears on it."""
-    lease = job.lease or Lease("waiting", ())
+def _turn(job: Job, lease: Lease, state: RoundState, turn: str | None, debt_s: float | None) -> str:
+    """Return the sentence on a job's turn with all that bears on it; ``debt_s``: what its last start had too much."""
     if lease.late:
         turn = NOT_ASKED
     elif own := state.who.alone.get(job.key):
         turn = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
-    else:
-        turn = said.get("turn", "left alone: neither pending, running nor suspended")
-    parts = [turn, lease.no_room, f"{lease.early}: it waits at the start from now on" if lease.early else ""]
-    if owed_s:
-        parts.append(f"its last start had its GPUs for {owed_s:.0f} s while others waited, which counts")
+    parts = [
+        turn or "left alone: neither pending, running nor suspended",
+        lease.no_room,
+        f"{lease.early}: it waits at the start from now on" if lease.early else "",
+    ]
+    if debt_s:
+        parts.append(f"its last start had its GPUs for {debt_s:.0f} s while others waited, which counts")
     if lease.lost:
         parts.append(lost_text(lease, requeueable=job.requeueable))
     elif lease.why_not_ready and not lease.ready:
