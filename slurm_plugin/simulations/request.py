@@ -179,7 +179,6 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         setup = replace(setup, guard=replace(guard_settings(settings), killed=False))
     rules = _policy_settings(names, setup, settings)
     policy = build(names.order, names.allocate, names.share, rules)
-    warm(names.allocate)
     _check_writable(words)
     request = Request(
         words=words,
@@ -197,6 +196,8 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         shared=("between users" if names.share_between_users else "within users") if shared and lanes > 1 else None,
         opted_in=_opted_in(words["opted_in"], trace or ()),
     )
+    if not request.alone:
+        warm(names.allocate)
     kind = _one_of(words["baseline"], "--set baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
     if request.loads or setup.failures or (request.alone and kind == "slurm"):
         return request
