@@ -182,14 +182,14 @@ def test_who_is_at_a_limit_gets_no_further_placement(share, reason, like, other)
 @pytest.mark.parametrize("reason", ["QOSMaxGRESPerJob", "AssocMaxWallDurationPerJobLimit", "QOSMinGRES", "Dependency"])
 def test_a_limit_on_one_job_binds_no_other(reason):
     limits = Limits([held(1, state_reason=reason)])
-    assert not limits.reached(held(2, state_reason="Priority"))
+    assert not limits.reason(held(2, state_reason="Priority"))
 
 
 @pytest.mark.parametrize("reason", ["Licenses", "JobArrayTaskLimit"])
 def test_jobs_of_one_name_ask_for_the_same_licenses(reason):
     limits = Limits([held(1, state_reason=reason, name="train")])
-    assert limits.reached(held(2, state_reason="Priority", name="train"))
-    assert not limits.reached(held(3, state_reason="Priority", name="test"))
+    assert limits.reason(held(2, state_reason="Priority", name="train"))
+    assert not limits.reason(held(3, state_reason="Priority", name="test"))
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -92,7 +92,10 @@ class LoanReview:
             return loan
         if loan.phase == "lends":
             return _from(self._lent(loan, job, iteration_s), pace) if _lends(job) else loan
-        return self._compared(loan, iteration_s) if loan.phase == "checks" and not _lends(job) else loan
+        if loan.phase != "checks" or _lends(job):
+            return loan
+        costs = loan.lent_s > iteration_s * (1 + MAX_LOSS)
+        return loan._replace(own_s=iteration_s, judged_s=self.now_s, phase="keeps" if costs else "lends")
 
     def _measured(self, loan: Loan, pace: StepRate) -> float | None:
         """Return the mean iteration time of the stretch, None while it is too short."""
@@ -107,10 +110,6 @@ class LoanReview:
             return loan
         slow = iteration_s > promised_s * (1 + MAX_LOSS)
         return loan._replace(lent_s=iteration_s, own_s=promised_s, phase="checks" if slow else "lends")
-
-    def _compared(self, loan: Loan, iteration_s: float) -> Loan:
-        costs = loan.lent_s > iteration_s * (1 + MAX_LOSS)
-        return loan._replace(own_s=iteration_s, judged_s=self.now_s, phase="keeps" if costs else "lends")
 
     def _promised_s(self, job: Job) -> float:
         """Return an iteration's time with what the job asked for, as its profile says; 0 without one."""

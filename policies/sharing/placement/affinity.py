@@ -51,7 +51,7 @@ def list_pending(state: RoundState) -> None:
     state.slurm.to_place = waiting
     others = state.where.relocating.keys() | {job.key.id for job in waiting}
     queue = queued(state.snapshot, settings)
-    state.slurm.queued = [job for job in queue if job.key.id not in others and not limits.reached(job)]
+    state.slurm.queued = [job for job in queue if job.key.id not in others and not limits.reason(job)]
 
 
 def place_pending(state: RoundState) -> None:

@@ -29,7 +29,7 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
         for job in pending
         if queues_for_gpus(job.state, job.gpus, job.slurm_priority, job.state_reason)
         and (job.eligible_s or 0.0) <= now_s
-        and not (any_met and limits.reached(job))
+        and not (any_met and limits.reason(job))
     ]
     tiers = {name: site.tier(name) << PRIORITY_BITS for name in {job.partition for job in waiting}}
     places = [tiers[job.partition] + job.slurm_priority for job in waiting]

@@ -45,10 +45,6 @@ class Limits:
         )  # fmt: skip
         return next((self._at_limit[scope] for scope in scopes if scope in self._at_limit), "")
 
-    def reached(self, job: Job) -> bool:
-        """Return True if a job that Slurm has not looked at on its own would meet a limit that another one has met."""
-        return bool(self.reason(job))
-
 
 def _scope(job: Job, reason: str) -> Scope | None:
     """Return the scope of the limit that a reason names, None if it binds its job alone.

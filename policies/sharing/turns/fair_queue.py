@@ -247,7 +247,9 @@ class _Pass:
             self._wait(waiting, "it may not run now")
         elif other_user is not None:
             self._wait(waiting, f"job {other_user.key} of another user is there, sharing between users is off")
-        elif first := self._promised_to(waiting, mask):
+        elif mask & self._promised_mask and (
+            first := [c.key for c in self._promised if self._mask[c.key] & mask and c.key not in waiting.packed_with]
+        ):
             self._wait(waiting, f"{job_names(first)} {'comes' if len(first) == 1 else 'come'} first")
         else:
             self._take(waiting, mask, self._blockers(waiting))
@@ -266,11 +268,6 @@ class _Pass:
             return None
         others = (c for c in self._started if c.user != waiting.user and self._mask[c.key] & mask)
         return next(others, None)
-
-    def _promised_to(self, waiting: Contender, mask: int) -> list[JobKey]:
-        if not mask & self._promised_mask:
-            return []
-        return [c.key for c in self._promised if self._mask[c.key] & mask and c.key not in waiting.packed_with]
 
     def _take(self, waiting: Contender, mask: int, blockers: list[Contender]) -> None:
         if not blockers:
