@@ -73,7 +73,7 @@ class JobAccess:
         return self._of_entry(entry)
 
     def nobody(self) -> Viewer:
-        """Return a person of whom nothing is known."""
+        """Return a person without a name."""
         return self._by_slurm("")
 
     def of_name(self, name: str) -> Viewer:
