@@ -57,7 +57,11 @@ def _chosen(state: RoundState) -> dict[JobKey, str]:
         # 3. Its place in Slurm's queue as this round found it, which says more than that a pin of it has ended.
         # 4. Its state in Slurm, and its turn.
         own = (said and (said.get("queue") or said.get("pin"))) or _as_it_is(job, state, said, owed_s)
-        found[job.key] = "; ".join((own, *(said[topic] for topic in ADDED if topic in said))) if said else own
+        if said:
+            for topic in ADDED:
+                if topic in said:
+                    own += f"; {said[topic]}"
+        found[job.key] = own
     return found
 
 
