@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil, floor, inf
 
+from cadenza.policies.core.idle_gpus import Wanted
 from cadenza.policies.core.model import (
     Gpu,
     Job,
@@ -21,7 +22,6 @@ from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import JobResult
 from cadenza.policies.simulator.scheduler import QueuedJob
-from cadenza.policies.simulator.waiting_count import Asked
 
 FIRST_ITERATIONS = 100
 ROUNDING = 1e-6
@@ -134,7 +134,7 @@ class SimJob:
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
         self._shown, self.version = _NOTHING, 0
         """Counts the changes, so that an end that was foreseen before a change no longer counts."""
-        self.counted: Asked | None = None  # as one that waits
+        self.counted: tuple[Wanted, int] | None = None  # as one that waits
         self.lease: SimLease | None = None
         self.gpus_held: tuple[Gpu, ...] = ()
         self.packed: set[JobKey] = set()

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from cadenza.policies.core.idle_gpus import Wanted
 from cadenza.policies.core.model import JobKey
-
-if TYPE_CHECKING:
-    from cadenza.policies.simulator.job import SimJob
+from cadenza.policies.simulator.job import SimJob
 
 Asked: TypeAlias = tuple[Wanted, int]
-"""What rules nodes out for a job, and the number of its GPUs."""
+"""A job's rules for nodes, and the number of its GPUs."""
 
 
 class WaitingCount:
@@ -41,12 +39,12 @@ class WaitingCount:
         self._seen = len(changed)
 
     def asked(self) -> list[Asked]:
-        """Return what waiting jobs ask for, each once."""
+        """Return the kinds of requests of waiting jobs, each once."""
         return [asked for asked, count in self._asked.items() if count]
 
 
 def narrowest(asked: Iterable[Asked], most: int) -> dict[Wanted, int]:
-    """Return the smallest number of GPUs up to ``most`` that jobs ask for, by what rules nodes out for them."""
+    """Return the smallest number of GPUs up to ``most`` that jobs ask for, by their rules for nodes."""
     found: dict[Wanted, int] = {}
     for wanted, gpus in asked:
         if gpus <= most and gpus < found.get(wanted, inf):

@@ -1,4 +1,4 @@
-"""What a checkpoint has to know of the script's DataLoaders: workers that live on, and the ends of epochs."""
+"""Facts of the script's DataLoaders for its checkpoints: workers that live on, and the ends of epochs."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def hidden_imports(tree: ast.AST, within: str) -> Iterator[int]:
     """Yield the lines that import modules of ``within`` for type checkers only, which would hide a circle."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for child in ast.walk(node):
+            for child in (one for statement in node.body for one in ast.walk(statement)):
                 if isinstance(child, ast.ImportFrom) and (child.module or "").startswith(within):
                     yield child.lineno
 
