@@ -99,7 +99,7 @@ def _tell_once(sampler: Any, own: Any) -> None:
     )
     if absent:
         _log.log(
-            logging.WARNING if loaders or own is None else logging.INFO,
+            logging.WARNING if loaders else logging.INFO,
             "a restore brings back what this checkpoint was given, and not %s",
             "; nor ".join(absent),
         )
