@@ -238,6 +238,26 @@ def test_the_last_batch_of_an_epoch_is_passed_where_there_is_another_save_point(
     assert saved_at(job, tmp_path, 2, train, lambda: (net.optimizer,)) == (taken, 0)
 
 
+def test_a_rank_that_decides_about_a_save_point_has_arrived_there_for_the_agent(job: Peer, tmp_path: Path) -> None:
+    net, states = Net(), list[tuple[int, int]]()
+
+    def train(session: Session) -> None:
+        def may(place: Place) -> int:
+            states.append((session.step, session.words[wire.PAGE_STATE]))
+            return place.obstacle(at_epoch_end=session.step == 2)
+
+        [registration] = session._savers
+        registration.may = may
+        for _ in range(4):
+            net.backward()
+            net.step()
+            session.boundary()
+            assert session.words[wire.PAGE_STATE] == wire.STATE_RUNNING, "a boundary that is passed is left"
+
+    assert saved_at(job, tmp_path, 2, train, lambda: (net.optimizer,)) == (3, 0)
+    assert states == [(2, wire.STATE_ARRIVED), (3, wire.STATE_ARRIVED)], "it would count as having slipped past it"
+
+
 def test_an_optimizer_of_a_later_stage_is_named_when_a_checkpoint_is_requested(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

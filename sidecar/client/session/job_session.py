@@ -353,9 +353,11 @@ class Session(StepCounters):
             self._stand(self._wait_for_lease, link, order)
         elif 0 < self.words[STOP] <= self.step and link.alive and order != self._cancelled:
             saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
+            # Also while it is decided: a rank of which the agent sees nothing at its stop step for 20 ms has slipped
+            # past it, and the stop step moves on, at each boundary anew where the decision takes that long.
+            self._set_state(wire.STATE_ARRIVED)
             if saves and self._savers.able and self._passes(order):
                 return
-            self._set_state(wire.STATE_ARRIVED)
             self._stand(self._save_checkpoint if saves else self._yield, link, order)
 
     def _stand(self, stop: Callable[[Link, int], None], link: Link, order: int) -> None:
@@ -381,16 +383,19 @@ class Session(StepCounters):
         def pending() -> bool:
             return bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled
 
-        passed = self.save_points.passes(self.trained, order, pending, self._place)
-        self.words[wire.PAGE_PASSED] = max(0, passed)
-        if passed == BEFORE_NEXT_BATCH and not self._awaits_batch:
-            # The rest of the step, such as an evaluation, comes first: ``next_batch`` goes on here.
-            self._awaits_batch = True
-            self._set_state(wire.STATE_ARRIVED)
-            return True
-        if self.training:  # no batch was asked for since the last step
-            self._awaits_batch = False
-            self._set_state(wire.STATE_RUNNING)
+        passed = 1
+        try:
+            passed = self.save_points.passes(self.trained, order, pending, self._place)
+            self.words[wire.PAGE_PASSED] = max(0, passed)
+            if passed == BEFORE_NEXT_BATCH and not self._awaits_batch:
+                # The rest of the step, such as an evaluation, comes first: ``next_batch`` goes on here.
+                self._awaits_batch = True
+                return True
+            if self.training:  # no batch was asked for since the last step
+                self._awaits_batch = False
+        finally:
+            if passed > 0 and not self._awaits_batch:
+                self._set_state(wire.STATE_RUNNING)
         if passed <= 0:
             self.save_points.over()
         return passed > 0
