@@ -36,9 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found = {
-        name: [train(name, steps, shared=False), train(name, steps, shared=True)] for name in offload_jobs.RANKED
-    }
+    found = {name: [train(name, steps, shared=False), train(name, steps, shared=True)] for name in offload_jobs.RANKED}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     distributed.barrier()
     os._exit(0)  # gloo's threads may abort an interpreter that ends (pytorch/pytorch#179291)

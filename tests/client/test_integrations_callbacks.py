@@ -109,9 +109,7 @@ def fit(module: Any, callback: Any, epochs: int = 1, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "steps", "trained"), [({}, 6, 2), ({"every_batch": True}, 8, 4), ({"evaluation": False}, 2, 2)]
 )  # fmt: skip
-def test_lightning_boundaries(
-    lightning: Any, job: Peer, options: dict[str, bool], steps: int, trained: int
-) -> None:
+def test_lightning_boundaries(lightning: Any, job: Peer, options: dict[str, bool], steps: int, trained: int) -> None:
     class Last(CadenzaCallback):
         def teardown(self, *hook: Any, **named: Any) -> None:
             assert current().step == steps
