@@ -45,7 +45,7 @@ SETTINGS_HEAD = """\
 Every key of `/etc/cadenza/cadenza.toml` with its default. Files in `/etc/cadenza/conf.d/*.toml` are read after it, in
 order of their names. `cadenza config` prints the values in force and where each comes from; `cadenza config --check`
 checks the files. This page is generated from the definition of the settings."""
-EXPERT_HEAD = ("", "What only a site unlike others, or a test, sets; `cadenza config` shows of it what is set.")
+EXPERT_HEAD = ("", "Keys for unusual sites and for tests; `cadenza config` shows those that are set.")
 ROOMS = ("policies", "profiler", "sidecar", "slurm_plugin")
 PACKAGES_HEAD = """\
 # Packages

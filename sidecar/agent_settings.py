@@ -64,7 +64,7 @@ class AgentTable(msgspec.Struct, frozen=True):
 
 
 class ExpertTable(msgspec.Struct, frozen=True):
-    """``[expert]``, of both daemons: what only a site unlike others, or a test, sets. Times in seconds."""
+    """``[expert]``, of both daemons: keys for unusual sites and for tests. Times in seconds."""
 
     host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
     socket: Annotated[

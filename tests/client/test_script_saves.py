@@ -155,6 +155,8 @@ def test_a_start_goes_on_from_a_checkpoint_that_is_whole(tmp_path: Path) -> None
     tensors = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
     for name, rest in (("m-1.safetensors", b"1234"), ("m-2.safetensors", b"12")):
         (tmp_path / name).write_bytes(len(tensors).to_bytes(8, "little") + tensors + rest)
+    # The size of its table is garbled: 4 EiB, which no machine can read.
+    (tmp_path / "m-3.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
     found = script_saves.newest_whole(str(tmp_path / "*.safetensors"))
     assert found is not None
     assert found.path == str(tmp_path / "m-1.safetensors")

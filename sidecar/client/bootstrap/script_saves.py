@@ -99,10 +99,13 @@ def _is_whole(path: Path) -> bool:
             head = file.read(8)
             size = file.seek(0, os.SEEK_END)
             if path.suffix == ".safetensors" and size > len(head):
-                file.seek(8)
-                tensors = json.loads(file.read(int.from_bytes(head, "little")))
+                begin = len(head) + int.from_bytes(head, "little")
+                if begin > size:  # garbled, or cut off in its table: no memory is taken for what is not there
+                    return False
+                file.seek(len(head))
+                tensors = json.loads(file.read(begin - len(head)))
                 ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
-                return size == 8 + int.from_bytes(head, "little") + max(ends, default=0)
+                return size == begin + max(ends, default=0)
         return not head.startswith(b"PK\3\4") or zipfile.is_zipfile(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return False
