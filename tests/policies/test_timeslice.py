@@ -431,7 +431,7 @@ def test_every_job_that_opted_in_has_a_reason():
     reasons = decide(snapshot, Memory(), APPLY).reasons
     assert reasons[key(1)] == ("makes way on node1:gpu0 for job 2: its 60 s slice is over (takes turns with job 2)")
     assert {number.id: why for number, why in reasons.items() if number.id > 2} == {
-        3: "pending in Slurm (Resources), which starts it on a free lane",
+        3: "waits in Slurm's queue (Resources)",
         4: "left alone: a heterogeneous job",
         5: "left alone: partition cpu is not among Cadenza's partitions",
         6: "left alone: the job does not share (share=false)",

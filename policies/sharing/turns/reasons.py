@@ -70,7 +70,7 @@ def _as_it_is(job: Job, state: RoundState, said: Said, owed_s: Mapping[tuple[int
     if job.held:
         return "left alone: held by its owner or an admin"
     if job.state == "PENDING":
-        return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
+        return f"waits in Slurm's queue ({job.state_reason or 'no reason given'})"
     if job.state == "SUSPENDED" and job.key not in state.memory.suspended:
         return "left alone: suspended by its owner or an admin"
     if job.lease is None:
