@@ -8,9 +8,9 @@ import shutil
 import sqlite3
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -18,9 +18,10 @@ import msgspec
 from cadenza.sidecar.clock import SystemClock, local
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, say
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.lanes_on_demand import folder
+from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.store.schema import MODE, open_readonly, open_writable, put_aside, read_undo
 
 KEPT = ("undo", "settings", "learned", "watched", "first_starts", "hours", "starts", "effects")
 """Tables of the store that are in a backup as a whole; of the rounds the last one."""
@@ -67,8 +68,6 @@ def command(*, file: Path, restoring: bool, dry_run: bool, config: Path | None) 
 
 def _save(file: Path, config: Path, *, dry_run: bool) -> None:
     """Write a backup in place of an earlier one; it is whole or not there."""
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415 (slow)
-
     service = load_settings(config).service
     store, keys = Path(service.store), Path(service.keys)
     paths = list(_files(config, keys, store))
@@ -100,8 +99,6 @@ def _save(file: Path, config: Path, *, dry_run: bool) -> None:
 
 def _files(config: Path, keys: Path, store: Path) -> Iterator[tuple[str, Path]]:
     """Yield the settings, the keys and the lanes that were asked for, by their names in a backup."""
-    from cadenza.slurm_plugin.service.lanes_on_demand import folder  # noqa: PLC0415
-
     places = {"config": config.parent, "keys": keys, "lanes": folder(store)}
     found = {
         "config": [config, *(config.parent / "conf.d").glob("*.toml")],
@@ -115,8 +112,6 @@ def _files(config: Path, keys: Path, store: Path) -> Iterator[tuple[str, Path]]:
 
 def _copy_store(store: Path, copy: Path) -> None:
     """Copy what a store has to keep as it is at one moment, also while the service writes."""
-    from cadenza.slurm_plugin.service.store.schema import open_readonly, open_writable  # noqa: PLC0415
-
     newest = "SELECT max(number) FROM rounds"
     last = f"SELECT * FROM rounds WHERE number IN ({newest} UNION SELECT base FROM rounds WHERE number = ({newest}))"  # noqa: S608
     with closing(open_readonly(store)) as source, closing(open_writable(copy)) as target:
@@ -133,9 +128,6 @@ def _copy_store(store: Path, copy: Path) -> None:
 
 def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
     """Check a backup as a whole, then write its files where its settings have them."""
-    from cadenza.slurm_plugin.service.failover.lock import StoreLock  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.store.schema import MODE, put_aside, read_undo  # noqa: PLC0415
-
     now_s = SystemClock().now()
     with tempfile.TemporaryDirectory() as folder:
         # 1. The whole file is read and checked before anything is written.
@@ -170,8 +162,6 @@ def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
 
 def _places(manifest: Manifest, config: Path) -> dict[str, Path]:
     """Return the folder of each kind of file; the settings go to where this machine reads them."""
-    from cadenza.slurm_plugin.service.lanes_on_demand import folder  # noqa: PLC0415
-
     return {"config": config.parent, "keys": Path(manifest.keys), "lanes": folder(Path(manifest.store))}
 
 

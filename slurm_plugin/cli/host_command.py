@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import click
 
+from cadenza.policies.core.model import ClusterSnapshot, Job, Node
+from cadenza.policies.relocation.phases import refusal_reason
+from cadenza.policies.sharing.migration.leave_host import ends_s
 from cadenza.sidecar.clock import local, now, sleep
 from cadenza.slurm_plugin.cli.common import TIME_AGO, UNITS_S, config_option, moment, say
 from cadenza.slurm_plugin.errors import NO_ROUND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cadenza.policies.core.model import ClusterSnapshot, Job, Node
-    from cadenza.slurm_plugin.gateway.json_source import SlurmCommands
-    from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.gateway.commands import command as run
+from cadenza.slurm_plugin.gateway.json_source import SlurmCommands
+from cadenza.slurm_plugin.gateway.translate import EMPTIES, RESERVES, nodes
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 WAIT_S = 2.0
 """Time between two looks at the further lanes of a host that is to be rebooted."""
@@ -58,8 +60,6 @@ def command(
         raise click.UsageError(f"{action} needs a --reason")
     if (action == "maintenance") != (during is not None):
         raise click.UsageError("maintenance needs a time, --during; nothing else has one")
-    from cadenza.slurm_plugin.gateway.json_source import SlurmCommands  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     # 1. The hosts as Slurm shows them now.
     settings, slurm = load_settings(config), SlurmCommands()
@@ -88,8 +88,6 @@ def command(
 
 def lanes_of(slurm: SlurmCommands, hosts: Sequence[str]) -> dict[str, list[Node]]:
     """Return the nodes of each host, lane 0 first; raise ClickException for a host that Slurm does not know."""
-    from cadenza.slurm_plugin.gateway.translate import nodes  # noqa: PLC0415
-
     found = nodes([slurm.node_fields(node) for node in slurm.nodes()])
     lanes = {host: sorted((n for n in found if n.host == host), key=lambda node: node.lane) for host in hosts}
     if unknown := [host for host, there in lanes.items() if not there or there[0].lane]:
@@ -102,8 +100,6 @@ def lanes_of(slurm: SlurmCommands, hosts: Sequence[str]) -> dict[str, list[Node]
 
 def _drain(host: str, nodes: list[Node], reason: str) -> Step:
     """Return the drain of lane 0; the service drains the host's further lanes for it."""
-    from cadenza.slurm_plugin.gateway.translate import EMPTIES  # noqa: PLC0415
-
     if nodes[0].drained and not nodes[0].drain_reason.startswith(EMPTIES):
         raise click.ClickException(f"{nodes[0].name} is drained already, by another hand: {nodes[0].drain_reason}")
     return Step(host, ("scontrol", "update", f"NodeName={nodes[0].name}", "State=DRAIN", f"Reason={EMPTIES}{reason}"))
@@ -111,8 +107,6 @@ def _drain(host: str, nodes: list[Node], reason: str) -> Step:
 
 def _reboot(host: str, nodes: list[Node], reason: str) -> list[Step]:
     """Return the drain and the reboot: Slurm reboots as soon as lane 0 is idle, under jobs of other lanes."""
-    from cadenza.slurm_plugin.gateway.translate import EMPTIES  # noqa: PLC0415
-
     words = ("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={EMPTIES}{reason}", nodes[0].name)
     return [_drain(host, nodes, reason), Step(host, words, tuple(node.name for node in nodes[1:]))]
 
@@ -129,8 +123,6 @@ def _window(text: str) -> tuple[float, int]:
 
 def _reserve(host: str, nodes: list[Node], window: tuple[float, int], reason: str) -> Step:
     """Return the reservation of all lanes, dynamic ones too: Slurm starts jobs on those that it does not name."""
-    from cadenza.slurm_plugin.gateway.translate import RESERVES  # noqa: PLC0415
-
     begins_s, minutes = window
     begin = datetime.fromtimestamp(begins_s).strftime("%Y-%m-%dT%H:%M:%S") if begins_s else "now"  # noqa: DTZ006 (Slurm's)
     names = ",".join(node.name for node in nodes)
@@ -141,8 +133,6 @@ def _reserve(host: str, nodes: list[Node], window: tuple[float, int], reason: st
 
 def _give_back(host: str, first: Node, slurm: SlurmCommands) -> Iterable[Step]:
     """Yield the steps that undo our reservation, reboot and drain; a drain of others stays, and is named."""
-    from cadenza.slurm_plugin.gateway.translate import EMPTIES, RESERVES  # noqa: PLC0415
-
     name = f"{RESERVES}{host}"
     if any(one["name"] == name for one in slurm.reservations()):
         yield Step(host, ("scontrol", "delete", f"ReservationName={name}"))
@@ -156,8 +146,6 @@ def _give_back(host: str, first: Node, slurm: SlurmCommands) -> Iterable[Step]:
 
 def _carry_out(step: Step) -> None:
     """Wait until the step's lanes are empty, carry it out, and say so."""
-    from cadenza.slurm_plugin.gateway.commands import command as run  # noqa: PLC0415
-
     told = ""
     while step.lanes:
         left = ",".join(run("squeue", "--noheader", f"--nodelist={','.join(step.lanes)}", "--format=%i").split())
@@ -176,8 +164,6 @@ def _carry_out(step: Step) -> None:
 
 def fates(settings: Settings, lanes: dict[str, list[Node]], begins_s: float) -> Iterable[str]:
     """Yield a line on each job of the hosts, by the service's last round."""
-    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
-
     with StoreReader(Path(settings.service.store)) as reader:
         last = reader.round()
     if last is None:
@@ -198,9 +184,6 @@ def fates(settings: Settings, lanes: dict[str, list[Node]], begins_s: float) -> 
 
 def fate(job: Job, snapshot: ClusterSnapshot, settings: Settings, begins_s: float, *, moves: bool) -> str:
     """Return whether a job leaves, and until when and why it stays otherwise."""
-    from cadenza.policies.relocation.phases import refusal_reason  # noqa: PLC0415
-    from cadenza.policies.sharing.migration.leave_host import ends_s  # noqa: PLC0415
-
     end_s = ends_s(job, snapshot.time_s)
     limit = f"until {local(end_s)} at the latest" if job.time_limit_s is not None else "without a time limit"
     lease = job.lease

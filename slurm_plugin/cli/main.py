@@ -12,8 +12,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Users": {
         "top": ("jobs.top:command", "Show which job holds which GPU, which jobs wait, and why."),
         "why": ("jobs.why:command", "Explain the decisions about a job and show their effects."),
-        "run": ("jobs.control:run", "Run a training script unchanged, able to share its GPU."),
-        "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),
+        "run": ("jobs.run:command", "Run a training script unchanged, able to share its GPU."),
+        "profile": ("profile:command", "Measure how a job's speed depends on CPUs and memory."),
         "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),
     },
     "Evaluate": {

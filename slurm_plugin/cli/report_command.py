@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cadenza.policies.core.errors import InputError
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import (
     config_option,
     console,
@@ -16,11 +18,18 @@ from cadenza.slurm_plugin.cli.common import (
     say,
     store_or_socket,
 )
+from cadenza.slurm_plugin.report.compare import compare, plain
+from cadenza.slurm_plugin.report.draw import require
+from cadenza.slurm_plugin.report.loader import load
+from cadenza.slurm_plugin.report.page import render as results_page
+from cadenza.slurm_plugin.report.sentences import summary as result_summary
+from cadenza.slurm_plugin.report.sheet import Sheet, render
+from cadenza.slurm_plugin.service.owner_socket import ask_report
+from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cadenza.slurm_plugin.report.sheet import Sheet
 
 RESULT_OPTIONS = ("baseline",)
 SINCE_OPTIONS = ("until", "user", "config")
@@ -61,12 +70,6 @@ def command(*, files: tuple[Path, ...], since: str | None, **words: Any) -> None
 def _compare(
     files: tuple[Path, ...], *, output: Path | None, title: str | None, baseline: str | None, as_json: bool
 ) -> None:
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.report.compare import compare, plain  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.loader import load  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.page import render  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.sentences import summary  # noqa: PLC0415
 
     # 1. Read.
     require()
@@ -79,7 +82,7 @@ def _compare(
     # 2. Compare and write the page.
     comparison = compare(saved, baseline)
     page = output or Path("report.html")
-    _write(page, render(comparison, title or "Simulation results"))
+    _write(page, results_page(comparison, title or "Simulation results"))
     # 3. Print the same in short.
     if as_json:
         emit("cadenza.report/1", plain(comparison, str(page)))
@@ -87,15 +90,11 @@ def _compare(
     for note in comparison.notes:
         say(f"note: {note}", err=True)
     for result in comparison.results:
-        say(f"{result.label}: {summary(result, comparison)}")
+        say(f"{result.label}: {result_summary(result, comparison)}")
     say(f"written: {page}")
 
 
 def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json: bool, **options: Any) -> None:
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.report.sheet import render  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.owner_socket import ask_report  # noqa: PLC0415
-    from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary  # noqa: PLC0415
 
     now_s = SystemClock().now()
     since_s = moment(since, now_s, "--since")

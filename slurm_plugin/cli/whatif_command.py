@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
+from cadenza.policies.core.errors import EnvironmentLacks, InputError
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, moment, say
+from cadenza.slurm_plugin.report.draw import require
+from cadenza.slurm_plugin.simulations.array import Submitted
+from cadenza.slurm_plugin.simulations.runs import run_whatif
+from cadenza.slurm_plugin.simulations.whatif_output import as_csv, as_text, judged, page
+from cadenza.slurm_plugin.simulations.whatif_output import as_json as plain
 
 
 @click.command("whatif")
@@ -52,14 +59,6 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
     scontrol show node --json > nodes.json
     cadenza whatif --sacct jobs.json --nodes nodes.json
     """  # noqa: D301 (the escape tells click to keep the lines)
-    from cadenza.policies.core.errors import EnvironmentLacks, InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
-    from cadenza.slurm_plugin.simulations.array import Submitted  # noqa: PLC0415
-    from cadenza.slurm_plugin.simulations.runs import run_whatif  # noqa: PLC0415
-    from cadenza.slurm_plugin.simulations.whatif_output import as_csv, as_text, judged, page  # noqa: PLC0415
-    from cadenza.slurm_plugin.simulations.whatif_output import as_json as plain  # noqa: PLC0415
-
     # 1. Without matplotlib there is no page, and the table says as much as it can.
     lacks, places = "", output or (Path("whatif.html"),)
     try:

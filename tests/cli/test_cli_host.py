@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from cadenza.slurm_plugin.cli import host_command
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.gateway import commands
 from cadenza.slurm_plugin.gateway.json_source import SlurmCommands
 
 SAVES = job(1, "train", "held", run_s=60.0, time_limit_s=3600.0)
@@ -33,7 +32,7 @@ class Site:
         monkeypatch.setattr(host_command, "lanes_of", lambda _slurm, hosts: dict.fromkeys(hosts, self.nodes))
         monkeypatch.setattr(SlurmCommands, "reservations", lambda _self: [{"name": one} for one in self.reservations])
         monkeypatch.setattr(SlurmCommands, "node", lambda _self, _name: type("N", (), {"state": "IDLE+DRAIN"}))
-        monkeypatch.setattr(commands, "command", self.command)
+        monkeypatch.setattr(host_command, "run", self.command)
 
     def command(self, *words: str) -> str:
         if words[0] != "squeue":

@@ -1,21 +1,26 @@
-"""``cadenza move``, ``release`` and ``run``: commands that start or change a job."""
+"""``cadenza move`` and ``release``: commands that change a job."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from cadenza.policies.core.actions import Action, Outcome
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.errors import EnvironmentLacks
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say
-from cadenza.slurm_plugin.errors import NO_ROUND
-
-if TYPE_CHECKING:
-    from cadenza.policies.core.actions import Action, Outcome
-    from cadenza.slurm_plugin.errors import StoreError
-    from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.errors import NO_ROUND, StoreError
+from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
+from cadenza.slurm_plugin.gateway.source_gateway import over_text
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.failover.release_round import adopted
+from cadenza.slurm_plugin.service.move_requests import requested_move, write
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.schema import read_undo
 
 MOVE_REASON = "requested by hand"
 RELEASE_REASON = "released by hand"
@@ -36,10 +41,6 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
     The job saves a checkpoint, is requeued and held, changed and released, and restores its state. The guard checks
     this move like any other action; `cadenza why JOBID` shows its progress.
     """
-    from cadenza.slurm_plugin.service.move_requests import requested_move, write  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
-
     store = Path(load_settings(config).service.store)
     with StoreReader(store) as reader:
         last = reader.round()
@@ -71,7 +72,6 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     """
     if everything == (job_id is not None):
         raise click.UsageError("name one job or give --all")
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     # 1. Stop the service from repeating what is about to be undone.
     settings = load_settings(config)
@@ -106,8 +106,6 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
 
 def _pause(settings: Settings, switch: Path) -> bool:
     """Set the kill switch if a running service would repeat the undone actions; return True if it did."""
-    from cadenza.slurm_plugin.service.failover.lock import StoreLock  # noqa: PLC0415
-
     if not settings.applies or switch.exists() or StoreLock(Path(settings.service.store)).owner() is None:
         return False
     try:
@@ -122,15 +120,6 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
 
     Without the record every job that opted in may have a SiteFactor of ours.
     """
-    from cadenza.policies.core.decision import Memory  # noqa: PLC0415
-    from cadenza.policies.core.errors import EnvironmentLacks  # noqa: PLC0415
-    from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
-    from cadenza.slurm_plugin.errors import StoreError  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.source_gateway import over_text  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.failover.release_round import adopted  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.store.schema import read_undo  # noqa: PLC0415
-
     memory, unreadable = Memory(), None
     try:
         memory = read_undo(Path(settings.service.store))
@@ -157,20 +146,3 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
 def _job_of(action: Action) -> int | None:
     key = getattr(action, "job", None)
     return None if key is None else int(key.id)
-
-
-# --- run -----------------------------------------------------------------------------------------------------
-
-
-@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("words", metavar="-- COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(*, words: tuple[str, ...]) -> None:
-    """Run a training script unchanged, able to share its GPU: `cadenza run -- python train.py`.
-
-    The exit code is the script's own. Options come before the command: --rehearse-move [--steps N] moves it on this
-    machine, and compares each step with a run that was not moved; --saves PATTERN lets a script make way that saves and
-    resumes by itself, with --resume-arg ARGUMENT ({path}: the newest checkpoint) and --save-signal NAME.
-    """
-    from cadenza.sidecar.client.bootstrap.run_script import main  # noqa: PLC0415
-
-    sys.exit(main(list(words)))

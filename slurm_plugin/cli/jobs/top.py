@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, store_or_socket
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cadenza.slurm_plugin.service.store.reader import StoreReader
-    from cadenza.slurm_plugin.views.cluster_view import TopView
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.terminal import show
+from cadenza.slurm_plugin.views.cluster_view import TopView, look
+from cadenza.slurm_plugin.views.top_screen import Screen
 
 
 @click.command("top")
@@ -30,8 +28,6 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
     It reads the service's store, which the service's user, its group and root may read; other users get their own jobs
     from the running service. With --json and without --once it prints one line per interval.
     """
-    from cadenza.slurm_plugin.views.cluster_view import look  # noqa: PLC0415 (slow)
-
     with ExitStack() as stack:
         source = store_or_socket(config)
         if not isinstance(source, Path):
@@ -41,9 +37,6 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
             for view in views:
                 emit("cadenza.top/1", view)
         else:
-            from cadenza.slurm_plugin.terminal import show  # noqa: PLC0415
-            from cadenza.slurm_plugin.views.top_screen import Screen  # noqa: PLC0415 (slow, and not needed for JSON)
-
             show(console(), map(Screen, views), live=not once)
 
 

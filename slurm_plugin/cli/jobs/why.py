@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say, store_or_socket
-
-if TYPE_CHECKING:
-    from cadenza.slurm_plugin.service.store.reader import JobRecord
+from cadenza.slurm_plugin.service.owner_socket import ask
+from cadenza.slurm_plugin.service.store.reader import JobRecord
+from cadenza.slurm_plugin.views.job_sentences import lines, summary
 
 ROWS = 20
 """Newest rows of each section."""
@@ -27,8 +26,6 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
     Actions that the guard kept in are listed with its rule; in observe-only mode these are the actions that apply
     mode would take. Users who may not read the store get the record of their own jobs from the running service.
     """
-    from cadenza.slurm_plugin.views.job_sentences import lines, summary  # noqa: PLC0415 (slow)
-
     record = _record(job_id, config)
     if not record.exists:
         text = f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record"
@@ -41,8 +38,6 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
 
 def _record(job_id: int, config: Path | None) -> JobRecord:
     """Return a job's record from the store, or from the service if this user may not read the store."""
-    from cadenza.slurm_plugin.service.owner_socket import ask  # noqa: PLC0415
-
     source = store_or_socket(config)
     if not isinstance(source, Path):
         with source as reader:

@@ -1,4 +1,4 @@
-"""``cadenza profile`` and its ``run``: measure one command, or two that share a GPU."""
+"""``cadenza profile run``: measure one command, or two that share a GPU."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.interference import read_interference
+from cadenza.policies.inputs.profiles import check, write_profiles
+from cadenza.profiler.measure.environment import data_of, model_of, parse_list, parse_node, this_node
+from cadenza.profiler.measure.finished_points import State, write
+from cadenza.profiler.measure.gpu_use import kind
+from cadenza.profiler.measure.offline_run import Offline, Request
+from cadenza.profiler.measure.pairs import COLUMNS, Side, measure
+from cadenza.profiler.measure.point import Point, Rule
+from cadenza.profiler.plot import png, require
+from cadenza.profiler.profile_builder import Finding, Subject, conclude, sbatch, words
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
-from cadenza.slurm_plugin.cli.lazy import LazyGroup
+from cadenza.slurm_plugin.cli.profile.show import finding_table, report
 
-if TYPE_CHECKING:
-    from cadenza.profiler.measure.finished_points import State
-    from cadenza.profiler.measure.offline_run import Offline
-    from cadenza.profiler.measure.point import Point, Rule
-    from cadenza.profiler.profile_builder import Finding
-
-
-COMMANDS = {
-    "Commands": {
-        "run": ("profile.measure:run", "Measure a command and write its profile."),
-        "show": ("profile.show:show", "Check, show and compare profiles."),
-    }
-}
 KEYS = {
     "Keys of --set: the data": (
         Key("samples", "N", "Samples in the dataset.", click.IntRange(1)),
@@ -49,11 +48,6 @@ KEYS = {
         Key("beside", "COMMAND", "Measure both, alone and on one GPU, for packing: a row for --out, else pairs.csv."),
     ),
 }
-
-
-@click.group("profile", cls=LazyGroup, table=COMMANDS)
-def command() -> None:
-    """Measure how a job's speed depends on CPUs and memory, and read profiles."""
 
 
 def end_on_sigterm() -> None:
@@ -84,9 +78,6 @@ def run(**words: Any) -> None:
     Cadenza starts the command, measures it and ends it, so let it train long enough. The finished points and the
     command's output (.log) are kept next to the profile.
     """
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.profiler.plot import require  # noqa: PLC0415
-
     options = SimpleNamespace(**words)
     if options.words[0].startswith("-") and options.words[0] != "--":
         raise InputError(f"no option {options.words[0]}: see cadenza profile run --help; the command comes after --")
@@ -110,9 +101,6 @@ def run(**words: Any) -> None:
 
 def _session(options: SimpleNamespace, command: tuple[str, ...]) -> Offline:
     """Return the measurement that the options ask for; raise InputError for a wrong option."""
-    from cadenza.profiler.measure.environment import parse_list, parse_node  # noqa: PLC0415
-    from cadenza.profiler.measure.offline_run import Offline, Request  # noqa: PLC0415
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
 
     def report_point(point: Point) -> None:
         say(
@@ -138,18 +126,12 @@ def _session(options: SimpleNamespace, command: tuple[str, ...]) -> Offline:
 
 
 def _rule(options: SimpleNamespace) -> Rule:
-    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415 (slow)
 
     return Rule(within=options.within / 100, most_s=options.point_s)
 
 
 def _conclude(options: SimpleNamespace, session: Offline, state: State) -> Finding:
     """Return the profile that follows from the measured points."""
-    from cadenza.profiler.measure.environment import data_of, model_of, parse_node, this_node  # noqa: PLC0415
-    from cadenza.profiler.measure.gpu_use import kind  # noqa: PLC0415
-    from cadenza.profiler.profile_builder import Subject, conclude  # noqa: PLC0415
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-
     node = parse_node(options.node) if options.node else this_node(session.gpus)
     dataset = options.dataset
     if options.storage_mb_s is not None:
@@ -162,10 +144,6 @@ def _conclude(options: SimpleNamespace, session: Offline, state: State) -> Findi
 
 def _write(options: SimpleNamespace, finding: Finding, state: State) -> None:
     """Write the profile and, with --png, its drawing."""
-    from cadenza.policies.inputs.profiles import check, write_profiles  # noqa: PLC0415
-    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
-    from cadenza.profiler.plot import png  # noqa: PLC0415
-
     check(finding.profile, str(options.out))
     points = ", ".join(f"{cpus:g}" for cpus in sorted(finding.times))
     note = f"measured on {state.host} at {points} CPUs for each GPU; {finding.law_text}"
@@ -176,9 +154,6 @@ def _write(options: SimpleNamespace, finding: Finding, state: State) -> None:
 
 def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
     """Print the table, the lines for the batch script and the gain, or all of it as JSON."""
-    from cadenza.profiler.profile_builder import sbatch, words  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.profile.show import finding_table, report  # noqa: PLC0415
-
     if options.as_json:
         emit("cadenza.profile-run/1", report(finding, state, str(options.out)))
         return
@@ -201,10 +176,6 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
 
 def _pair(options: SimpleNamespace, words: tuple[str, ...]) -> None:
     """Measure the command and another one on the same GPU and CPUs: each alone, then both together."""
-    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415 (slow, like all below)
-    from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415
-    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-
     out = options.out or Path("pairs.csv")
     both = [words, tuple(shlex.split(options.beside))]
     sides = [Side(name, one) for name, one in zip(_names(options.model, both), both, strict=True)]
@@ -224,9 +195,6 @@ def _pair(options: SimpleNamespace, words: tuple[str, ...]) -> None:
 
 def _names(models: str | None, both: list[tuple[str, ...]]) -> list[str]:
     """Return the two models' names; raise InputError unless there are two commands and two names."""
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
-    from cadenza.profiler.measure.environment import model_of  # noqa: PLC0415
-
     if not all(both):
         raise InputError("--set beside: has no command")
     names = models.split(",") if models else [model_of(words) for words in both]
@@ -237,10 +205,6 @@ def _names(models: str | None, both: list[tuple[str, ...]]) -> list[str]:
 
 def _other_rows(out: Path, first: str, second: str) -> list[str]:
     """Return the file's lines without those of this pair; raise InputError, before anything runs, for another file."""
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
-    from cadenza.policies.inputs.interference import read_interference  # noqa: PLC0415
-    from cadenza.profiler.measure.pairs import COLUMNS  # noqa: PLC0415
-
     try:
         text = out.read_text(encoding="utf-8") if out.exists() else COLUMNS
     except (OSError, UnicodeDecodeError) as error:

@@ -9,22 +9,21 @@ import click
 import msgspec
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.csv_table import decode
+from cadenza.policies.inputs.profiles import read_profiles
+from cadenza.profiler.measure.finished_points import State
+from cadenza.profiler.profile_builder import Finding, best_cpus, best_memory_gb, gain, sbatch, words
+from cadenza.profiler.validation import require_usable
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from cadenza.policies.core.profile import Profile
-    from cadenza.profiler.measure.finished_points import State
-    from cadenza.profiler.profile_builder import Finding
-
 
 def loaded(path: Path) -> dict[str, Profile]:
     """Return the profiles of a file by model; raise InputError with file and key."""
-    from cadenza.policies.inputs.csv_table import decode  # noqa: PLC0415
-    from cadenza.policies.inputs.profiles import read_profiles  # noqa: PLC0415
-
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -72,8 +71,6 @@ def show(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
 
 def _usable(path: Path, gpu: str) -> list[Profile]:
     """Return a file's profiles; raise InputError for one that cannot be used."""
-    from cadenza.profiler.validation import require_usable  # noqa: PLC0415
-
     found = list(loaded(path).values())
     for profile in found:
         require_usable(profile, str(path), gpu)
@@ -140,8 +137,6 @@ def finding_table(finding: Finding, state: State) -> Table:
 
 def report(finding: Finding, state: State, out: str) -> dict[str, Any]:
     """Return a measurement for JSON."""
-    from cadenza.profiler.profile_builder import best_cpus, best_memory_gb, gain, sbatch, words  # noqa: PLC0415
-
     return {
         "written": out,
         "profile": plain(finding.profile),

@@ -11,11 +11,20 @@ from typing import Any
 import click
 import msgspec
 
+from cadenza.policies.core.errors import CadenzaError
 from cadenza.policies.core.text import printable
-from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.sidecar.agent_settings import AgentSettings, load_settings
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.cli.common import MAX_LINE, config_option, console, emit, json_option, say
+from cadenza.slurm_plugin.cli.site.config_command import rows
+from cadenza.slurm_plugin.gateway.source_gateway import automatic
 from cadenza.slurm_plugin.site import checks
 from cadenza.slurm_plugin.site.checks import Finding, failed
+from cadenza.slurm_plugin.site.facts import gather
+from cadenza.slurm_plugin.site.node_gpus import examine_gpus, gather_gpus, try_gpu
+from cadenza.slurm_plugin.site.node_scripts import examine_scripts, gather_scripts
+from cadenza.slurm_plugin.site.rank_rows import try_ranks
+from cadenza.slurm_plugin.site.upgrade_check import upgrade
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 NEEDS = (("FAIL", "problem"), ("WARN", "warning"))
@@ -53,19 +62,11 @@ def doctor(  # noqa: PLR0913 - an argument for each option
     engine moves another's state out and back. The exit code is 1 if a problem keeps Cadenza from working. The file of
     --save has names of users and jobs, and comments: read it before you send it.
     """
-    from cadenza.slurm_plugin.site.facts import gather  # noqa: PLC0415
-    from cadenza.slurm_plugin.site.upgrade_check import upgrade  # noqa: PLC0415
-
     if ranks and not gpu:
         raise click.UsageError("--ranks needs --gpu")
     if to is not None:
         findings: tuple[Finding, ...] = tuple(upgrade(gather(config), to))
     elif gpu:
-        from cadenza.sidecar.agent_settings import AgentSettings, load_settings  # noqa: PLC0415
-        from cadenza.slurm_plugin.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
-        from cadenza.slurm_plugin.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
-        from cadenza.slurm_plugin.site.rank_rows import try_ranks  # noqa: PLC0415
-
         path = config or DEFAULT_PATH
         settings = load_settings(path) if config or path.exists() else AgentSettings()
         facts = try_gpu(gather_gpus(), Path(settings.expert.state_dir), python)
@@ -102,11 +103,6 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def answers(config: Path | None) -> dict[str, Any]:
     """Return the settings, and Slurm's jobs and nodes as they are read, each or why it is not known."""
-    from cadenza.policies.core.errors import CadenzaError  # noqa: PLC0415
-    from cadenza.sidecar.config import ConfigError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.cli.site.config_command import rows  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.source_gateway import automatic  # noqa: PLC0415
-
     found: dict[str, Any] = {}
     try:
         found["settings"] = list(rows(config))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
 from cadenza.policies.sharing.turns.fair_queue import MAX_FAIR_WAITS_BEHIND
-from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.sidecar.config import DEFAULT_PATH, read
 from cadenza.slurm_plugin.cli.common import emit, json_option, say
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cadenza.slurm_plugin.service.settings import Settings
-
+from cadenza.slurm_plugin.service import settings_reference
+from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 NCCL_LIMIT_S = 480.0
 """Shortest limit of NCCL's watchdog by default (torch: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC)."""
@@ -48,8 +46,6 @@ def command(*, file: Path | None, check: bool, as_json: bool) -> None:
     set. All errors of the
     files are named with their keys and lines, and then the exit code is 2. Notes do not change it.
     """
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-
     path = file or (DEFAULT_PATH if check or DEFAULT_PATH.exists() else None)
     settings = load_settings(path)
     notes = [*advice(settings), *policy_advice(settings)]
@@ -65,8 +61,6 @@ def command(*, file: Path | None, check: bool, as_json: bool) -> None:
 
 def policy_advice(settings: Settings) -> Iterator[str]:
     """Yield problems of the profiles, and policy settings without effect."""
-    from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory  # noqa: PLC0415
-
     table, folder = settings.policy, settings.profiles.directory
     directory = ProfileDirectory(Path(folder) if folder else None)
     directory.refresh()
@@ -109,10 +103,6 @@ def advice(settings: Settings) -> Iterator[str]:
 
 def rows(config: Path | None) -> Iterator[Row]:
     """Yield all settings in the order of their tables, of [expert] what is set; raise ConfigError for a wrong file."""
-    from cadenza.sidecar.config import read  # noqa: PLC0415
-    from cadenza.slurm_plugin.service import settings_reference  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-
     settings = load_settings(config)
     path = config or DEFAULT_PATH
     origin = read(path)[1] if path.exists() else {}

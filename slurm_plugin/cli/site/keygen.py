@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from cadenza.slurm_plugin.cli.common import say
+from cadenza.slurm_plugin.service.agents.curve_keys import make_keys
+from cadenza.slurm_plugin.service.settings import load_settings
 
 SERVICE_KEY = "service.key"
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -27,9 +29,6 @@ def keygen(*, hosts: tuple[str, ...], out: Path | None, rotate: bool, force: boo
     service.key, at the same places; delete its secret key here once it is copied. Then reload cadenzad.
     Only the owner can read the files whose names end in _secret.
     """
-    from cadenza.slurm_plugin.service.agents.curve_keys import make_keys  # noqa: PLC0415 (slow)
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-
     out = out or Path(load_settings(None).service.keys)
     for host in hosts:
         if HOST_NAME.fullmatch(host) is None:

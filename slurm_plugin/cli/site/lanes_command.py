@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.bounds import MAX_LANES
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 from cadenza.slurm_plugin.errors import NO_ROUND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cadenza.policies.core.model import ClusterSnapshot
-    from cadenza.slurm_plugin.service.settings import Settings
+from cadenza.slurm_plugin.service.lanes_on_demand import LaneRequest, missing_reasons, refusal_reason, write
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 
 class LaneRow(msgspec.Struct, frozen=True):
@@ -60,8 +58,6 @@ def lanes(*, hosts: tuple[str, ...], count: int | None, as_json: bool, config: P
 
 def rows_of(snapshot: ClusterSnapshot) -> Iterator[LaneRow]:
     """Yield all further lanes, in Slurm or wanted, by host."""
-    from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons  # noqa: PLC0415
-
     nodes = sorted((node for node in snapshot.nodes), key=lambda node: node.name)
     for host in sorted(snapshot.hosts, key=lambda host: host.name):
         here = [node for node in nodes if node.host == host.name]
@@ -79,7 +75,6 @@ def rows_of(snapshot: ClusterSnapshot) -> Iterator[LaneRow]:
 
 
 def _ask(hosts: tuple[str, ...], count: int, snapshot: ClusterSnapshot, settings: Settings) -> None:
-    from cadenza.slurm_plugin.service.lanes_on_demand import LaneRequest, refusal_reason, write  # noqa: PLC0415
 
     if not hosts:
         raise click.UsageError("--count needs the hosts whose number of lanes to change")
@@ -98,9 +93,6 @@ def _ask(hosts: tuple[str, ...], count: int, snapshot: ClusterSnapshot, settings
 
 def _last(config: Path | None) -> tuple[ClusterSnapshot, Settings]:
     """Return the cluster of the last round, and the settings; raise ClickException without a round."""
-    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
-
     settings = load_settings(config)
     with StoreReader(Path(settings.service.store)) as reader:
         last = reader.round()

@@ -10,6 +10,10 @@ import click
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 from cadenza.slurm_plugin.cli.keys import Key, KeyedCommand
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
+from cadenza.slurm_plugin.cli.sweep.display import best_so_far, control, plain, summary, table
+from cadenza.slurm_plugin.sweep.configs import read_request
+from cadenza.slurm_plugin.sweep.controller import Sweep, load
+from cadenza.slurm_plugin.sweep.study_plan import plan_of
 
 STOP_KEYS = ("rule", "first", "least", "reduction", "steps")
 """Options that are keys of the table [stop]."""
@@ -62,11 +66,6 @@ def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: 
     `--lr VALUE` is added for each value. The script reports results by cadenza.sidecar.client.report(value, step).
     Ctrl-C ends this command and no job.
     """
-    from cadenza.slurm_plugin.cli.sweep.display import control  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.sweep.configs import read_request  # noqa: PLC0415
-    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
-    from cadenza.slurm_plugin.sweep.study_plan import plan_of  # noqa: PLC0415
-
     if file.is_dir():
         if words or directory or any(value is not None for value in options.values()):
             raise click.UsageError("a sweep continues as it was submitted: give its directory alone")
@@ -90,9 +89,6 @@ def status(*, directory: Path, as_json: bool) -> None:
 
     Job states are the last ones that the sweep's controller read from Slurm.
     """
-    from cadenza.slurm_plugin.cli.sweep.display import best_so_far, plain, summary, table  # noqa: PLC0415
-    from cadenza.slurm_plugin.sweep.controller import load  # noqa: PLC0415
-
     head, state = load(directory)
     if as_json:
         trials = [plain(trial, head) for trial in state.trials.values()]
@@ -109,8 +105,6 @@ def stop(*, directory: Path) -> None:
 
     End its controller first (Ctrl-C), because only one process at a time may control a sweep.
     """
-    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
-
     with Sweep(directory) as sweep:
         sweep.stop()
         ended = sum(1 for _ in sweep.finished())

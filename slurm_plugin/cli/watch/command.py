@@ -6,7 +6,12 @@ from pathlib import Path
 
 import click
 
+from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
+from cadenza.slurm_plugin.cli.watch.watch_output import screen
+from cadenza.slurm_plugin.cli.watch.watching import Watch
+from cadenza.slurm_plugin.report.draw import require
+from cadenza.slurm_plugin.terminal import show
 
 
 @click.command("watch")
@@ -30,12 +35,6 @@ def command(
 
     With --json and without --once it prints one line per look.
     """
-    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.cli.watch.watch_output import screen  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.watch.watching import Watch  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
-    from cadenza.slurm_plugin.terminal import show  # noqa: PLC0415
-
     # 1. What would fail after the look fails before it.
     if html is not None:
         require()
