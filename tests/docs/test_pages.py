@@ -57,6 +57,11 @@ def new_files(text: str) -> set[str]:
     return set(re.findall(r'title="([^:"]+)"', text))
 
 
+def test_the_documents_are_short_enough_to_be_read():
+    texts = [(ROOT / "README.md").read_text(), *(page.read_text() for page in ROOT.glob("docs/**/*.md"))]
+    assert sum(len(text.split()) for text in texts) <= 32_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_file_named_on_a_page_exists(page: Path):
     text = page.read_text()
