@@ -24,7 +24,6 @@ import resource
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
@@ -269,7 +268,7 @@ def shared_jobs(one: Shared, rounds: int, profiles: Mapping[str, Profile]) -> li
 
 def shared(one: Shared, rounds: int) -> list[Figure]:
     """Measure the shipped decision with one way of sharing, on a simulated cluster."""
-    words = defaultdict(lambda: None, share=one.share, nodes=f"{one.nodes}x8:24:500", workload="synergy:load=8,jobs=10")
+    words = {"share": one.share, "nodes": f"{one.nodes}x8:24:500", "workload": "synergy:load=8,jobs=10"}
     request = read_request(words, ())
     cpu, wall, live = [], [], []
 

@@ -33,6 +33,7 @@ from cadenza.policies.inputs.queue_rules import (
     with_shares,
     with_tiers,
 )
+from cadenza.policies.inputs.strict_mapping import unknown_key
 from cadenza.policies.inputs.trace import PLAIN_QUEUE, TraceJob, read_trace
 from cadenza.policies.registry import warm
 from cadenza.policies.sharing.state.settings import GandivaSettings
@@ -42,6 +43,12 @@ from cadenza.policies.simulator.workloads.catalogue import KINDS, Workload, pars
 from cadenza.policies.slurm.backfill import SLURM, Backfill
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, policy_settings
 
+OPTIONS = (
+    "allocate", "assign", "baseline", "checkpoint", "costs", "failures", "interference", "json", "label", "lanes",
+    "load_sweep", "nodes", "opted_in", "order", "per_job", "place", "preset", "profiles", "quiet", "round", "save",
+    "seed", "share", "share_between_users", "site", "through_slurm", "trace", "turns", "weights", "window", "workload",
+)  # fmt: skip
+"""The options of a simulation by name; ``quiet``: without a progress bar."""
 LONGEST_S = 1e11
 SHORTEST_ROUND_S = 1.0
 MAX_SEEDS = 1000
@@ -125,19 +132,14 @@ class Site:
     backfill: Backfill = SLURM
 
 
-class Given(dict[str, Any]):
-    """Options by name, None for each that was not given."""
-
-    def __missing__(self, name: str) -> None:
-        """Return None."""
-
-
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
     """Return the request that a command's options make, by name; those not named were not given.
 
     Raise InputError naming the option that is wrong.
     """
-    words = Given(words)
+    for name in words.keys() - {*OPTIONS}:
+        unknown_key(name, OPTIONS, "simulate")
+    words = dict.fromkeys(OPTIONS) | dict(words)
     # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
     if site is None:
         _check_together(words)

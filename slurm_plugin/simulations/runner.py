@@ -212,7 +212,7 @@ def _simulated(
     if not request.alone and window is not None and window[1] > len(jobs):
         raise InputError(f"--set window: ends at {window[1]}, and there are {len(jobs)} jobs")
     stopwatch = SystemClock().monotonic
-    with progress_bar(quiet=bool(request.words.get("quiet"))) as bar:
+    with progress_bar(quiet=bool(request.words["quiet"])) as bar:
         watch = _Watch(bar, title, window[1] if window else len(jobs), stopwatch())
 
         def progress(time_s: float, ended: int) -> None:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import ENTRIES
 from cadenza.policies.simulator.result_file import decode
@@ -269,6 +270,11 @@ def test_without_options_the_service_as_it_ships_is_simulated() -> None:
     assert plain.setup.lanes == 1
     assert plain.setup.guard.min_run_s == shipped.expert.min_run_s
     assert plain.setup.guard.max_actions_per_round == GuardSettings().max_actions_per_round
+
+
+def test_an_option_that_no_simulation_has_is_refused() -> None:
+    with pytest.raises(InputError, match=r"simulate: unknown key 'shares'; did you mean 'share'\?"):
+        request(shares="timeslice")
 
 
 def test_options_named_as_settings_change_those() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
@@ -19,7 +18,7 @@ from cadenza.slurm_plugin.simulations.request import read_request
 
 def run(jobs: list[TraceJob], *, skip: bool = True, whole: bool = False) -> Result:
     """Play jobs under the default on one node of four GPUs; ``whole``: a decision sees all of the queue."""
-    words = defaultdict(lambda: None, share="preemption", nodes="1x4:24:500", workload="synergy:load=8,jobs=10")
+    words = {"share": "preemption", "nodes": "1x4:24:500", "workload": "synergy:load=8,jobs=10"}
     request = read_request(words, ())
     policy = replace(request.policy, reach=None) if whole else request.policy
     return simulate(jobs, request.nodes, policy, replace(request.setup, skip=skip))
