@@ -139,7 +139,8 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     """
     for name in words.keys() - {*OPTIONS}:
         unknown_key(name, OPTIONS, "simulate")
-    words = dict.fromkeys(OPTIONS) | dict(words)
+    unset: dict[str, Any] = dict.fromkeys(OPTIONS)
+    words = unset | dict(words)
     # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
     if site is None:
         _check_together(words)
