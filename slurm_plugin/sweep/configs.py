@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import decode, read_table
-from cadenza.policies.sweep.learning_curve import Goal
 from cadenza.sidecar.config import load_file, where
-from cadenza.slurm_plugin.sweep.study_plan import Plan, Stop
+from cadenza.slurm_plugin.sweep.study_plan import Name, Plan
 
 Config: TypeAlias = dict[str, Any]
 """Names mapped to strings, numbers or booleans."""
@@ -31,19 +30,11 @@ class Study(Struct, frozen=True):
     space: dict[str, Any]
 
 
-class SweepFile(Struct, frozen=True, forbid_unknown_fields=True):
+class SweepFile(Plan, frozen=True, forbid_unknown_fields=True):
     """``sweep.toml``: the plan's keys and the source of the configurations."""
 
-    name: str | None = None
-    goal: Goal = "max"
-    target: float | None = None
-    finish: bool = True
-    at_once: int = 0
-    top: int = 0
-    share: bool = True
-    poll_s: float = 1.0
-    slurm_s: float = 10.0
-    stop: Stop = Stop()
+    name: Name = ""
+    """Empty: that of the file."""
     configs: str | None = None
     grid: dict[str, list[Any]] | None = None
     study: str | None = None
@@ -55,7 +46,7 @@ class Request(Struct, frozen=True):
     """Contents of one file: a plan with its configurations, or with a study that suggests them."""
 
     plan: dict[str, Any]
-    """Keys of Plan, checked only after the command line has overridden them."""
+    """Keys of Plan, which the command line may override."""
     configs: list[Config]
     study: Study | None = None
 
@@ -66,7 +57,7 @@ def read_request(path: Path) -> Request:
     if path.suffix != ".toml":
         return Request({"name": name}, read_configs(path))
     file = load_file(path, SweepFile)
-    plan = {key: getattr(file, key) for key in structs.asdict(Plan("x")) if key != "name"}
+    plan = {key: getattr(file, key) for key in Plan.__struct_fields__ if key != "name"}
     sources = [key for key in ("configs", "grid", "study") if getattr(file, key) is not None]
     if len(sources) != 1:
         raise InputError(f"{path}: one of configs, grid and study must be given, not {len(sources)} of them")

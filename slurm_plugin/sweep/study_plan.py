@@ -6,15 +6,19 @@ import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta, Struct, ValidationError, convert, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.strict_mapping import convert
 from cadenza.policies.sweep.learning_curve import Goal, Rule, Trial
 from cadenza.policies.sweep.stopping_rules import asha_rule, curve_rule, median_rule
 
 RULES = ("none", "median", "asha", "curve")
+
+
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
 
 
 class Stop(Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +39,7 @@ class Stop(Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     """A sweep's settings, fixed for its lifetime."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
+    name: Name
     goal: Goal = "max"
     target: float | None = None
     """Value at which all other configurations are stopped."""
@@ -117,8 +121,4 @@ def plan_of(values: Mapping[str, Any], stop: Mapping[str, Any], source: str) -> 
     """Return the plan of these keys, with ``stop`` laid over its table [stop]; raise InputError with the key."""
     plain = to_builtins(dict(values))
     plain["stop"] = {**plain.get("stop", {}), **stop}
-    try:
-        return convert(plain, Plan)
-    except ValidationError as error:
-        problem, _, key = str(error).partition(" - at `$.")
-        raise InputError(f"{source}: {key.rstrip('`')}: {problem[:1].lower()}{problem[1:]}") from None
+    return convert(plain, Plan, source)

@@ -56,7 +56,7 @@ def test_lists_keep_their_order_and_their_values(tmp_path: Path) -> None:
         ("a.toml", "study = 'x'\ntrials = 3\n[space]\nlr = {low = 2, high = 1}\n", "a.toml:4: lr: low = 2 is more"),
         ("a.toml", "study = 'x'\ntrials = 3\n[space]\nlr = {lo = 1}\n", "a.toml:4: lr: wanted is a list"),
         ("a.toml", "trials = 3\n[grid]\nlr = [1]\n", "a.toml:1: trials belongs to a study"),
-        ("a.toml", "poll_s = -1\n[grid]\nlr = [1]\n", "a.toml: poll_s"),
+        ("a.toml", "poll_s = -1\n[grid]\nlr = [1]\n", "a.toml:1: poll_s"),
         ("a.toml", "[stop]\nrule = 'curve'\n[grid]\nlr = [1]\n", "[stop] steps is missing"),
         ("a.toml", "[stop]\nrule = 'asho'\n[grid]\nlr = [1]\n", "did you mean asha?"),
         ("a.toml", "[stop]\nrule = 'no.module:f'\n[grid]\nlr = [1]\n", "no.module"),
