@@ -90,14 +90,14 @@ def verdict(found: WhatIf, comparison: Comparison) -> Verdict:
     # 2. Whether a verdict stands on them.
     few = len(by_id) < LEAST_JOBS
     refused = few or abs(slurm_s - was_s) > max(MAX_ERROR * was_s, LITTLE_WAIT_S)
-    baseline = _baseline(found, was_s, slurm_s, refused=refused and not few)
+    baseline = _baseline(was_s, slurm_s, refused=refused and not few)
     idle = f"Today {_gpu_hours(_idle_h(base), base)} are idle beside waiting jobs that would fit"
     if refused:
         lines = (
             f"Not usable yet: a verdict needs {LEAST_JOBS} jobs that ended, and there are {len(by_id)}."
             if few
             else f"No verdict: {baseline}",
-            *([baseline] if few else []),
+            baseline if few else " ".join(_causes(found, slurm_s < was_s)),
             f"{idle}.",
         )
     else:
@@ -271,14 +271,13 @@ def _who(groups: Mapping[str, Sequence[Slice]], comparison: Comparison, label: s
 # --- What it rests on --------------------------------------------------------------------------------------
 
 
-def _baseline(found: WhatIf, was_s: float, slurm_s: float, *, refused: bool) -> str:
-    """Return the error of the simulated Slurm, with its cause where it is too large."""
+def _baseline(was_s: float, slurm_s: float, *, refused: bool) -> str:
+    """Return the error of the simulated Slurm."""
     error = f" ({percent((slurm_s - was_s) / was_s)})" if was_s else ""
     text = f"the simulated Slurm has jobs wait {about(slurm_s)} on average, they really waited {about(was_s)}{error}"
     if not refused:
         return f"{text[0].upper()}{text[1:]}; a verdict needs {_part(MAX_ERROR)} or less."
-    causes = " ".join(_causes(found, slurm_s < was_s))
-    return f"{text}, more than {_part(MAX_ERROR)} apart. {causes}"
+    return f"{text}, more than {_part(MAX_ERROR)} apart."
 
 
 def _causes(found: WhatIf, too_short: bool) -> Iterator[str]:  # noqa: FBT001
@@ -294,7 +293,7 @@ def _causes(found: WhatIf, too_short: bool) -> Iterator[str]:  # noqa: FBT001
             f"Up to {most:,} GPUs were in use, and these nodes have {found.past.gpus:,}: the cluster was larger then."
         )
     if found.site_notes:
-        yield f"Not known, or not simulated: {' '.join(found.site_notes[:2])}"
+        yield from found.site_notes[:2]
     elif not (too_short and beside >= IDLE_ANYWAY):
         yield "The files name no cause; give the rules of the site with --site, or one partition with --partition."
 
