@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 LEAST_WINDOWS = 8
@@ -54,7 +54,7 @@ def ratio(windows: Sequence[Window]) -> Estimate:
     mean = float(seconds.sum() / steps.sum())
     count = len(windows)
     spread = float(np.sqrt(((seconds - mean * steps) ** 2).sum() / (count - 1) / count))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * spread / float(steps.mean())
+    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * spread / float(steps.mean())
     return Estimate(mean, half, int(steps.sum()))
 
 
