@@ -30,37 +30,17 @@ ANY_QUEUE = QueueRules()
 
 
 @dataclass(frozen=True, slots=True)
-class PastJob:
-    """One job that ran to its end. Times in seconds since the first submission."""
+class PastJob(TraceJob):
+    """One job that ran to its end, as a simulation takes it. Times in seconds since the first submission.
 
-    id: int
-    user: str
-    submit_s: float
-    start_s: float
+    Its work is the sum of its runs, without the time for which it was suspended. Without GPUs it only counts as load.
+    """
+
+    start_s: float = 0.0
     """Its first start."""
-    end_s: float
+    end_s: float = 0.0
     """The end of its last run."""
-    work_s: float
-    """Sum of its runs, without the time for which it was suspended."""
-    gpus: int
-    """0 for a job that only counts as load."""
-    cpus: int
-    """0: not known."""
-    memory_gb_per_gpu: float | None
-    """All its memory, for a job without GPUs."""
-    limit_s: float | None
-    runs: int
-    partition: str
-    """One of the nodes'; ``PARTITION`` where these have no partitions of a site."""
-    account: str = ""
-    qos: str = ""
-    gpu_type: str = ""
-    nice: int = 0
-    array: str = ""
-    array_limit: int | None = None
-    licenses: tuple[tuple[str, int], ...] = ()
-    barred: frozenset[str] = frozenset()
-    """Nodes that do not meet its constraint."""
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +91,13 @@ class History:
         if by_user:
             users = sorted({job.user for job in self.jobs})
             chosen = set(chance.sample(users, round(part * len(users))))
-            return tuple(
-                replace(_trace_job(job), managed=job.user in chosen, checkpoints=job.user in chosen)
-                for job in self.jobs
-            )
+            return tuple(replace(job, managed=job.user in chosen, checkpoints=job.user in chosen) for job in self.jobs)
         drawn = set(chance.sample(range(len(self.jobs)), round(part * len(self.jobs))))
-        return tuple(replace(_trace_job(job), checkpoints=at in drawn) for at, job in enumerate(self.jobs))
+        return tuple(replace(job, checkpoints=at in drawn) for at, job in enumerate(self.jobs))
 
     def load_trace(self) -> tuple[TraceJob, ...]:
         """Return the jobs without GPUs for a simulation."""
-        return tuple(replace(_trace_job(job), startup_s=0.0) for job in self.load)
+        return tuple(replace(job, startup_s=0.0) for job in self.load)
 
 
 def read_history(
@@ -165,7 +142,7 @@ def read_history(
         if not row.gpus and (row.partition, "") in sizes.gpus and row.start_s is not None and row.end_s is not None
     )
     load = tuple(_during([_past_job(job, rows, begin_s, wishes) for _, job, rows in loads], 0.0, span_s))
-    load_s = sum(job.cpus * max(min(job.end_s, span_s) - max(job.start_s, 0.0), 0.0) for job in load)
+    load_s = sum((job.cpus or 0) * max(min(job.end_s, span_s) - max(job.start_s, 0.0), 0.0) for job in load)
     whole_s = cpus * span_s or inf
     return History(
         jobs, left_out, load, min(load_s / whole_s, 1.0), min(max(cpu_s - load_s, 0.0) / whole_s, 1.0),
@@ -184,15 +161,6 @@ def _during(load: Iterable[PastJob], begin_s: float, end_s: float) -> Iterator[P
         if job.end_s > begin_s and job.submit_s < end_s:
             work_s = min(job.work_s, job.end_s - begin_s)
             yield _later(replace(job, submit_s=max(job.submit_s, begin_s), work_s=work_s), begin_s)
-
-
-def _trace_job(job: PastJob) -> TraceJob:
-    return TraceJob(
-        id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user, cpus=job.cpus or None,
-        memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, partition=job.partition,
-        account=job.account, qos=job.qos, gpu_type=job.gpu_type, nice=job.nice, array=job.array,
-        array_limit=job.array_limit, licenses=job.licenses, barred=job.barred,
-    )  # fmt: skip
 
 
 def _runs_by_job(
@@ -374,9 +342,11 @@ def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float, wishes: Wishe
     ends = [row.end_s for row in rows if row.end_s is not None]
     memory_gb = None if last.memory_mb is None else last.memory_mb / max(last.gpus, 1) / MB_PER_GB
     return PastJob(
-        job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
-        last.gpus, last.cpus, memory_gb, last.limit_s, len(starts), last.partition, last.account, last.qos,
-        last.gpu_type, last.nice, last.array, last.array_limit, last.licenses, wishes.barred(last),
+        id=job, submit_s=rows[0].submit_s - begin_s, gpus=last.gpus, work_s=_work_s(rows), user=last.user,
+        cpus=last.cpus or None, memory_gb_per_gpu=memory_gb, time_limit_s=last.limit_s, partition=last.partition,
+        account=last.account, qos=last.qos, gpu_type=last.gpu_type, nice=last.nice, array=last.array,
+        array_limit=last.array_limit, licenses=last.licenses, barred=wishes.barred(last),
+        start_s=min(starts) - begin_s, end_s=max(ends) - begin_s, runs=len(starts),
     )  # fmt: skip
 
 
