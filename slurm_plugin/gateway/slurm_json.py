@@ -31,6 +31,8 @@ LAST_WITH_SHARED = 44
 """Later versions of the data parser have an empty ``shared``, which says nothing."""
 
 T = TypeVar("T")
+R = TypeVar("R")
+Fields: TypeAlias = dict[str, Any]
 Text: TypeAlias = Annotated[str, Meta(max_length=2**20)]
 Words: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=int(bounds.MAX_SECONDS))]
@@ -202,10 +204,10 @@ def decode_records(raws: Sequence[msgspec.Raw], version: int, key: str) -> tuple
     """Return the fields of an answer's records, and those that could not be read; ``version``: of the data parser."""
     if key == "jobs":
         told = version <= LAST_WITH_SHARED
-        return records(raws, _Job, lambda job: job_fields(job, shared_told=told), "job")
+        return records(raws, _Job, "job", lambda job, odd: job_fields(job, shared_told=told) | odd)
     if key == "nodes":
-        return records(raws, _Node, node_fields, "node")
-    return records(raws, _Reservation, reservation_fields, "reservation")
+        return records(raws, _Node, "node", lambda node, odd: node_fields(node) | odd)
+    return records(raws, _Reservation, "reservation", lambda one, odd: reservation_fields(one) | odd)
 
 
 def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int]:
@@ -222,15 +224,18 @@ def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int
 
 
 def records(
-    raws: Iterable[msgspec.Raw], kind: type[T], fields: Callable[[T], dict[str, Any]], what: str
-) -> tuple[list[dict[str, Any]], list[Refused]]:
-    """Return the fields of the records that can be read, and the others with their reasons."""
-    found: list[dict[str, Any]] = []
+    raws: Iterable[msgspec.Raw], kind: type[T], what: str, of: Callable[[T, Fields], R]
+) -> tuple[list[R], list[Refused]]:
+    """Return the records that can be read, and the others with their reasons.
+
+    ``of`` makes a record's value of it and of its ``unreadable`` texts, if there are some (see ``decoded``).
+    """
+    found: list[R] = []
     refused: list[Refused] = []
     for at, raw in enumerate(raws):
         try:
             record, unreadable = decoded(bytes(raw), kind)
-            found.append(fields(record) | ({"unreadable": unreadable} if unreadable else {}))
+            found.append(of(record, {"unreadable": unreadable} if unreadable else {}))
         except ERRORS as error:
             refused.append(Refused(name_of(raw, what, at), str(error)))
     return found, refused

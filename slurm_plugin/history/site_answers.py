@@ -20,7 +20,7 @@ from cadenza.policies.inputs.queue_rules import AGE_ALONE, NAMES, Account, Qos, 
 from cadenza.policies.slurm.backfill import SLURM, STRICT, Backfill
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
-from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, Refused, decoded, left_out, name_of
+from cadenza.slurm_plugin.gateway.slurm_json import left_out, records
 from cadenza.slurm_plugin.gateway.slurm_values import Number, span_s
 from cadenza.slurm_plugin.history.job_records import licenses_in
 
@@ -166,11 +166,11 @@ def _read_answer(text: str, source: str, found: _Found) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source}: not JSON of sacctmgr, sshare or scontrol: {error}") from None
     if answer.associations is not None:
-        found.associations = list(_rows(answer.associations, _Association, source, found.notes))
+        found.associations = _rows(answer.associations, _Association, source, found.notes)
     elif answer.qos is not None:
-        found.qos = list(_rows(answer.qos, _Qos, source, found.notes))
+        found.qos = _rows(answer.qos, _Qos, source, found.notes)
     elif answer.partitions is not None:
-        found.partitions = list(_rows(answer.partitions, _Partition, source, found.notes))
+        found.partitions = _rows(answer.partitions, _Partition, source, found.notes)
     elif answer.shares is not None:
         rows = _rows(answer.shares.shares, _Share, source, found.notes)
         found.shares = [_association(row) for row in rows]
@@ -178,16 +178,12 @@ def _read_answer(text: str, source: str, found: _Found) -> None:
         raise InputError(f"{source}: has no associations, qos, shares or partitions of sacctmgr, sshare or scontrol")
 
 
-def _rows(raws: Iterable[msgspec.Raw], kind: type[T], source: str, notes: list[str]) -> Iterator[T]:
-    """Yield the records that can be read; a note says how many others there are."""
-    refused = []
-    for at, raw in enumerate(raws):
-        try:
-            yield decoded(bytes(raw), kind)[0]
-        except ERRORS as error:
-            refused.append(Refused(name_of(raw, "record", at), str(error)))
+def _rows(raws: Iterable[msgspec.Raw], kind: type[T], source: str, notes: list[str]) -> list[T]:
+    """Return the records that can be read; a note says how many others there are."""
+    found, refused = records(raws, kind, "record", lambda record, _: record)
     if refused:
         notes.append(f"{source}: {left_out(refused, 'records')}")
+    return found
 
 
 def _association(row: _Share) -> _Association:

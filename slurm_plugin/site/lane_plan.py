@@ -13,15 +13,7 @@ from msgspec import Meta
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted
 from cadenza.policies.sharing.turns.lanes import WEIGHT_STEP
-from cadenza.slurm_plugin.gateway.slurm_json import (
-    ERRORS,
-    MOST_NAMED,
-    NotSlurms,
-    Refused,
-    decoded,
-    name_of,
-    raw_records,
-)
+from cadenza.slurm_plugin.gateway.slurm_json import MOST_NAMED, NotSlurms, Refused, raw_records, records
 from cadenza.slurm_plugin.gateway.slurm_values import counts, gpu_count, hosts
 from cadenza.slurm_plugin.gateway.translate import lane_of
 from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT
@@ -199,22 +191,15 @@ class LanePlan(msgspec.Struct, frozen=True):
         return [f"partitions={','.join(self.members)}", f"lanes={self.lanes}"]
 
 
-def decode_nodes(text: str) -> tuple[tuple[SlurmNode, ...], tuple[Refused, ...]]:
+def decode_nodes(text: str) -> tuple[list[SlurmNode], list[Refused]]:
     """Return the nodes of an answer of ``scontrol show node --json``, and those that cannot be read.
 
     Raise InputError for any other text.
     """
     try:
-        raws, _ = raw_records(text, "nodes")
+        return records(raw_records(text, "nodes")[0], SlurmNode, "node", lambda node, _: node)
     except NotSlurms as error:
         raise InputError(f"scontrol show node --json: {error}") from None
-    nodes, refused = [], []
-    for at, raw in enumerate(raws):
-        try:
-            nodes.append(decoded(bytes(raw), SlurmNode)[0])
-        except ERRORS as error:
-            refused.append(Refused(name_of(raw, "node", at), str(error)))
-    return tuple(nodes), tuple(refused)
 
 
 def settings_in(text: str) -> Iterator[list[tuple[str, str]]]:
