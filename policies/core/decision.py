@@ -148,25 +148,31 @@ class Memory:
     sharing: SharingMemory = field(default_factory=SharingMemory)
     usage: Mapping[str, float] = field(default_factory=dict)
     """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
-    movable_usage: float = 0.0
-    """The part of ``usage`` of jobs that could leave their GPUs."""
     usage_s: float | None = None
     """When ``usage`` was true, seconds since the epoch."""
-    ended: EndedJobs = field(default_factory=EndedJobs)
     sized: Mapping[JobKey, tuple[int, int]] = field(default_factory=dict)
     """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
     moves: tuple[Move, ...] = ()
     """Jobs that are being moved or resized, and how the last move of each live job ended; in order of keys."""
+    held: Mapping[JobKey, float] = field(default_factory=dict)
+    """Incarnations that requeues of ours put into a hold, with the time of the requeue, seconds since the epoch."""
     resumed: Mapping[JobKey, float] = field(default_factory=dict)
     """When we last resumed each live job in Slurm: a slurmctld that forgets its last seconds calls them suspended."""
     repairs: Mapping[JobKey, int] = field(default_factory=dict)
     """Repairs that were tried on live jobs whose processes contradict Slurm's word, until they run as they should."""
-    held: Mapping[JobKey, float] = field(default_factory=dict)
-    """Incarnations that requeues of ours put into a hold, with the time of the requeue, seconds since the epoch."""
     requeued: Mapping[JobKey, float] = field(default_factory=dict)
     """When we last requeued each incarnation, seconds since the epoch: a slurmctld that is killed may forget that."""
     departed: Mapping[JobKey, float] = field(default_factory=dict)
     """When incarnations that we had released were first gone: a slurmctld that is killed may show them held again."""
+    ended: EndedJobs = field(default_factory=EndedJobs)
+    movable_usage: float = 0.0
+    """The part of ``usage`` of jobs that could leave their GPUs."""
+    factors: Mapping[int, int] = field(default_factory=dict)
+    """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
+    keep_checkpoints: Mapping[str, float] = field(default_factory=dict)
+    """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
+    made_way: Mapping[int, float] = field(default_factory=dict)
+    """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
     """The last ordered checkpoint of each live job, by id: what its later starts have to find."""
     unrestored: Mapping[int, str] = field(default_factory=dict)
@@ -174,12 +180,6 @@ class Memory:
     stalled: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """When a checkpoint of each user was last overdue on a file system, seconds since the epoch; those of the last
     minutes."""
-    factors: Mapping[int, int] = field(default_factory=dict)
-    """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
-    keep_checkpoints: Mapping[str, float] = field(default_factory=dict)
-    """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
-    made_way: Mapping[int, float] = field(default_factory=dict)
-    """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
 
 
 remembered = changer(Memory)

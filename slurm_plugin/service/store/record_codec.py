@@ -3,65 +3,40 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import fields, replace
-from typing import Any, TypeAlias, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from cadenza.policies.core.actions import Action
-from cadenza.policies.core.decision import Decision, EndedJobs, Memory, SharingMemory
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Receipt, SiteRules
-from cadenza.policies.core.move import Move
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, SiteRules
 from cadenza.policies.core.profile import Profile, linked
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 UNREADABLE = (msgspec.MsgspecError, zlib.error, ValueError, TypeError, LookupError, RecursionError)
 """Errors of reading a row whose content is damaged or of another version."""
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in get_args(Action)}
 
 
-class _MemoryRow(msgspec.Struct, frozen=True):
-    """A Memory in JSON's shape: pairs instead of mappings whose keys are no strings."""
-
-    suspended: frozenset[JobKey]
-    placed: frozenset[JobKey]
-    drained: frozenset[str]
-    last_yield_s: tuple[tuple[JobKey, float], ...]
-    sharing: SharingMemory
-    usage: dict[str, float]
-    usage_s: float | None
-    sized: tuple[tuple[JobKey, tuple[int, int]], ...]
-    moves: tuple[Move, ...]
-    held: tuple[tuple[JobKey, float], ...] = ()
-    resumed: tuple[tuple[JobKey, float], ...] = ()
-    repairs: tuple[tuple[JobKey, int], ...] = ()
-    requeued: tuple[tuple[JobKey, float], ...] = ()
-    departed: tuple[tuple[JobKey, float], ...] = ()
-    ended: EndedJobs = EndedJobs()
-    movable_usage: float = 0.0
-    factors: tuple[tuple[int, int], ...] = ()
-    keep_checkpoints: dict[str, float] = {}
-    made_way: tuple[tuple[int, float], ...] = ()
-    receipts: tuple[tuple[int, Receipt], ...] = ()
-    unrestored: tuple[tuple[int, str], ...] = ()
-    stalled: dict[str, dict[str, float]] = {}
+Pairs = tuple[tuple[K, V], ...]
+_HINTS = get_type_hints(Memory)
+PAIRS = frozenset(name for name, hint in _HINTS.items() if get_origin(hint) is Mapping and get_args(hint)[0] is not str)
+"""Fields of a Memory whose keys are no strings: in JSON's shape they are pairs."""
 
 
-class _UndoRow(msgspec.Struct, frozen=True):
-    """Our holds, suspends, drains and SiteFactors: ids, restarts, times, nodes, nothing that a user can write."""
-
-    suspended: frozenset[JobKey]
-    placed: frozenset[JobKey]
-    held: tuple[tuple[JobKey, float], ...]
-    drained: frozenset[str]
-    resumed: tuple[tuple[JobKey, float], ...] = ()
-    factors: tuple[tuple[int, int], ...] = ()
+def _row_type(name: str, names: Iterable[str]) -> Any:
+    """Return a struct with fields of a Memory in JSON's shape."""
+    hints = {one: Pairs[get_args(_HINTS[one])] if one in PAIRS else _HINTS[one] for one in names}  # type: ignore[misc]
+    return msgspec.defstruct(name, list(hints.items()), frozen=True)
 
 
-PAIRS = (
-    "departed", "factors", "held", "last_yield_s", "made_way", "receipts", "repairs", "requeued", "resumed", "sized",
-    "unrestored",
-)  # fmt: skip
-"""Fields of a Memory whose keys are no strings."""
+_MemoryRow = _row_type("_MemoryRow", _HINTS)
+_UndoRow = _row_type("_UndoRow", ("suspended", "placed", "held", "drained", "resumed", "factors"))
+"""Our holds, suspends, drains and SiteFactors: ids, restarts, times, nodes, nothing that a user can write."""
 
 
 class Profiled(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +65,7 @@ class SnapshotRow(msgspec.Struct, frozen=True):
 
 class _DecisionRow(msgspec.Struct, frozen=True):
     actions: tuple[dict[str, Any], ...]
-    memory: _MemoryRow
+    memory: _MemoryRow  # type: ignore[valid-type] # made above
     reasons: tuple[tuple[JobKey, str], ...]
 
 
@@ -164,49 +139,46 @@ def snapshot_of(row: SnapshotRow) -> ClusterSnapshot:
 
 def encode_memory(memory: Memory) -> bytes:
     """Return a memory as JSON."""
-    return encode(_memory_row(memory))
+    return encode(_row_of(_MemoryRow, memory))
 
 
 def decode_memory(data: bytes) -> Memory:
     """Return the memory of :func:`encode_memory`."""
-    return _memory_of(msgspec.json.decode(data, type=_MemoryRow))
+    return Memory(**_values_of(msgspec.json.decode(data, type=_MemoryRow)))
 
 
 def memory_values(memory: Memory) -> dict[str, Any]:
     """Return a memory as plain objects, by field."""
-    found: dict[str, Any] = msgspec.to_builtins(_memory_row(memory), order="deterministic")
+    found: dict[str, Any] = msgspec.to_builtins(_row_of(_MemoryRow, memory), order="deterministic")
     return found
 
 
 def memory_of_values(values: dict[str, Any]) -> Memory:
     """Return the memory of :func:`memory_values`."""
-    return _memory_of(msgspec.convert(values, _MemoryRow))
+    return Memory(**_values_of(msgspec.convert(values, _MemoryRow)))
 
 
 def encode_undo(memory: Memory) -> bytes:
     """Return the holds, suspends, drains and SiteFactors of a memory as JSON."""
-    held, resumed = tuple(sorted(memory.held.items())), tuple(sorted(memory.resumed.items()))
-    factors = tuple(sorted(memory.factors.items()))
-    return encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed, factors))
+    return encode(_row_of(_UndoRow, memory))
 
 
 def decode_undo(data: bytes, rest: Memory) -> Memory:
     """Return ``rest`` with the holds, suspends, drains and SiteFactors of :func:`encode_undo`."""
-    row = msgspec.json.decode(data, type=_UndoRow)
-    undo = {name: getattr(row, name) for name in ("suspended", "placed", "drained")}
-    return replace(rest, held=dict(row.held), resumed=dict(row.resumed), factors=dict(row.factors), **undo)
+    return replace(rest, **_values_of(msgspec.json.decode(data, type=_UndoRow)))
 
 
 def encode_decision(decision: Decision) -> bytes:
     """Return a decision as JSON: equal decisions give equal bytes, which a replay compares."""
     rows = tuple(action_row(action) for action in decision.actions)
-    return encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
+    return encode(_DecisionRow(rows, _row_of(_MemoryRow, decision.memory), tuple(sorted(decision.reasons.items()))))
 
 
 def decode_decision(data: bytes) -> Decision:
     """Return the decision of :func:`encode_decision`."""
     row = msgspec.json.decode(data, type=_DecisionRow)
-    return Decision(tuple(action_of(action) for action in row.actions), _memory_of(row.memory), dict(row.reasons))
+    memory = Memory(**_values_of(row.memory))
+    return Decision(tuple(action_of(action) for action in row.actions), memory, dict(row.reasons))
 
 
 def pack(data: bytes) -> bytes:
@@ -219,10 +191,11 @@ def unpack(data: bytes) -> bytes:
     return zlib.decompress(data)
 
 
-def _memory_row(memory: Memory) -> _MemoryRow:
-    values = {field.name: getattr(memory, field.name) for field in fields(Memory)}
-    return _MemoryRow(**values | {name: tuple(sorted(values[name].items())) for name in PAIRS})
+def _row_of(kind: Any, memory: Memory) -> Any:
+    values = {name: getattr(memory, name) for name in kind.__struct_fields__}
+    return kind(**{name: tuple(sorted(one.items())) if name in PAIRS else one for name, one in values.items()})
 
 
-def _memory_of(row: _MemoryRow) -> Memory:
-    return Memory(**msgspec.structs.asdict(row) | {name: dict(getattr(row, name)) for name in PAIRS})
+def _values_of(row: Any) -> dict[str, Any]:
+    """Return the fields of a Memory that a row has."""
+    return {name: dict(one) if name in PAIRS else one for name, one in msgspec.structs.asdict(row).items()}
