@@ -17,6 +17,8 @@ from cadenza.sidecar.config import DEFAULT_PATH
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cadenza.slurm_plugin.service.owner_socket import Remote
+    from cadenza.slurm_plugin.service.settings import ServiceTable
     from cadenza.slurm_plugin.service.store.reader import StoreReader
 
     NumberType = click.ParamType[int]
@@ -31,7 +33,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 NOBODY = (
     "neither cadenzad ({}) nor an agent ({}) can be asked here: jobs run, and Slurm starts them, as usual; look on the "
     "machine of slurmctld or inside a job, or have the admin add a relay: `cadenza keygen HOST`, [service] relays = "
-    '["HOST"], and `systemctl enable --now cadenza-relay` on HOST'
+    '["HOST"], and `systemctl enable --now cadenza-relay` on HOST; for munge or SLURM_JWT {}'
 )
 MAX_LINE = 8192
 PIPE_WIDTH = 180
@@ -112,10 +114,10 @@ def open_store(config: Path | None) -> StoreReader:
     return StoreReader(Path(load_settings(config).service.store))
 
 
-def store_or_socket(config: Path | None) -> StoreReader | Path:
-    """Open the store, or return the service's socket if this user may not read the store, or that of a host's agent.
+def store_or_socket(config: Path | None) -> StoreReader | Path | Remote:
+    """Open the store, or return what a user who may not read it can ask; raise StoreError if there is nothing.
 
-    Raise StoreError if none of them can be asked.
+    That is the service's socket, that of this host's agent, or the service's port.
     """
     from cadenza.sidecar.agent_settings import load_settings as load_agent  # noqa: PLC0415
     from cadenza.slurm_plugin.errors import StoreError  # noqa: PLC0415
@@ -126,11 +128,34 @@ def store_or_socket(config: Path | None) -> StoreReader | Path:
     try:
         return open_store(config)
     except StoreError as error:
-        paths = socket, load_agent(config or DEFAULT_PATH).questions
+        here = load_agent(config or DEFAULT_PATH)
+        paths = socket, here.questions
         for path in paths:
             if path.exists():
                 return path
-        raise error if os.access(store, os.R_OK) else StoreError(f"{error}; {NOBODY.format(*paths)}") from None
+        if os.access(store, os.R_OK):
+            raise
+        remote = _remote(settings.service, here.agent.service, Path(here.agent.keys))
+        if isinstance(remote, str):
+            raise StoreError(f"{error}; {NOBODY.format(*paths, remote)}") from None
+        return remote
+
+
+def _remote(service: ServiceTable, addresses: str, keys: Path) -> Remote | str:
+    """Return the service of another machine, or the sentence that says what is missing to ask it."""
+    from cadenza.slurm_plugin.service.agents.curve_keys import PUBLIC, SERVICE, public_key  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.credentials import missing  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.question_port import RemoteService  # noqa: PLC0415
+
+    if not service.question_port:
+        return "add [service] question_port = 6852, here and on the controller"
+    hosts = [address.rpartition(":")[0] for address in addresses.split(",") if address.startswith("tcp://")]
+    if not hosts:
+        return 'add [agent] service = "tcp://CONTROLLER:6850"'
+    path = keys / f"{SERVICE}{PUBLIC}"
+    if not os.access(path, os.R_OK):
+        return f"copy the controller's {path} to this host, which all may read"
+    return missing() or RemoteService(tuple(f"{host}:{service.question_port}" for host in hosts), public_key(path))
 
 
 def moment(text: str, now_s: float, option: str) -> float:

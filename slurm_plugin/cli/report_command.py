@@ -25,6 +25,7 @@ from cadenza.slurm_plugin.report.page import render as results_page
 from cadenza.slurm_plugin.report.sentences import summary as result_summary
 from cadenza.slurm_plugin.report.sheet import Sheet, render
 from cadenza.slurm_plugin.service.owner_socket import ask_report
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.views.sharing_sheet import gather, sheet, summary
 
 if TYPE_CHECKING:
@@ -103,11 +104,11 @@ def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json
         raise click.UsageError("--until is not after --since")
     user = options["user"]
     source = store_or_socket(options["config"])
-    if isinstance(source, Path):
-        report = ask_report(source, since_s, until_s, user)
-    else:
+    if isinstance(source, StoreReader):
         with source as reader:
             report = gather(reader, since_s, until_s, user)
+    else:
+        report = ask_report(source, since_s, until_s, user)
     content = sheet(report, options["title"] or "Effect of sharing" + (f" for {user}" if user else ""))
     if output is not None:
         _write(output, render(content))

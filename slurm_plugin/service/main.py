@@ -26,6 +26,7 @@ from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.gateway import source_gateway
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
 from cadenza.slurm_plugin.service.action_log import log_action
+from cadenza.slurm_plugin.service.agents.curve_keys import service_pair
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.controllers import Controllers
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
@@ -33,6 +34,7 @@ from cadenza.slurm_plugin.service.failover.release_round import release_unrecord
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
 from cadenza.slurm_plugin.service.loop import UNDONE_REASON, Loop, Parts
 from cadenza.slurm_plugin.service.owner_socket import OwnerSocket
+from cadenza.slurm_plugin.service.question_port import QuestionPort
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -93,7 +95,8 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
         # 3. The watchdog, which releases our jobs if this process is killed.
         watchdog = Watchdog(Path(table.store), table.gateway, settings.expert.watchdog_grace_s)
         watchdog.start()
-        # 4. The socket at which users read the record of their own jobs; agents ask for those of other machines.
+        # 4. The socket at which users read the record of their own jobs; for those of other machines agents ask, or
+        # they do themselves at a port.
         owners = OwnerSocket(Path(settings.expert.jobs_socket), Path(table.store), clock)
         owners.start()
 
@@ -103,6 +106,15 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
 
         hub.on_ask = answer
         stack.callback(owners.close)
+        if table.question_port:
+            port = QuestionPort(
+                f"{table.bind.rpartition(':')[0]}:{table.question_port}",  # on the interface of the agents' link
+                service_pair(Path(table.keys)),
+                lambda uid, line: owners.of_credential(uid, line) if loop.acting else None,
+                clock,
+            )
+            port.start()
+            stack.callback(port.close)
         # 5. The figures for Prometheus.
         if table.metrics:
             try:

@@ -2,8 +2,8 @@
 
 A client connects, sends one line of JSON, ``{"job": 7, "last": 20}``, and gets one JSON answer: an :class:`Answer`.
 ``{"job": null, "since_s": 0}`` asks for the last round, and with ``until_s`` for the effect of sharing in that time.
-The kernel says who it is; the agent of another host passes on the same line with the user that its kernel names.
-:mod:`job_access` says what each may see.
+The kernel says who it is; the agent of another host passes on the same line with the user that its kernel names, and
+at the :mod:`question_port` it comes with a credential. :mod:`job_access` says what each may see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -123,10 +123,14 @@ class OwnerSocket(LocalSocket):
             plain = _error(text if here is not None else f"{ask.host} does not speak for uid {ask.uid}")
         else:
             plain = self._made(ask.question, viewer, "")
-        packed = zlib.compress(plain, 1)
-        if len(packed) <= MAX_TOLD:
-            return packed
-        return zlib.compress(_error("the answer is too large for an agent: ask on the machine of slurmctld"))
+        return _packed(plain)
+
+    def of_credential(self, uid: int, line: bytes) -> bytes:
+        """Answer a user that munge or Slurm names, as for a registered relay."""
+        viewer = self._access.relayed(uid, None)
+        if viewer is None:
+            return _packed(_error(f"uid {uid} is asked for on the machine of slurmctld only"))
+        return _packed(self._made(line, viewer, ""))
 
     def _made(self, line: bytes, viewer: Viewer, unknown: str) -> bytes:
         with self._answering:
@@ -183,12 +187,26 @@ def _report(reader: StoreReader, request: Request, viewer: Viewer) -> Answer:
         return Answer(error=str(error) if viewer.everything else "nothing on record of a job of yours in that time")
 
 
+def _packed(answer: bytes) -> bytes:
+    packed = zlib.compress(answer, 1)
+    if len(packed) <= MAX_TOLD:
+        return packed
+    return zlib.compress(_error("the answer is too large to be sent: ask on the machine of slurmctld"))
+
+
 def _error(text: str) -> bytes:
     return msgspec.json.encode(Answer(error=text))
 
 
-def ask(path: Path, job: int, last: int) -> JobRecord:
-    """Return the record of a job from a running service, at its socket or by way of an agent's.
+class Remote(Protocol):
+    """A service that is asked at its port: ``question_port.RemoteService``."""
+
+    def ask(self, line: bytes) -> bytes:
+        """Return the answer to a request; raise OSError if none comes."""
+
+
+def ask(path: Path | Remote, job: int, last: int) -> JobRecord:
+    """Return the record of a job from a running service, at its socket or port, or by way of an agent's.
 
     Raise ServiceError with the service's reason, and StoreError if there is no service to ask.
     """
@@ -198,7 +216,7 @@ def ask(path: Path, job: int, last: int) -> JobRecord:
     return record
 
 
-def ask_latest(path: Path, since_s: float) -> Latest:
+def ask_latest(path: Path | Remote, since_s: float) -> Latest:
     """Return the last round as far as it is about the own jobs; raise as :func:`ask`."""
     latest = _answer_of(path, Request(None, since_s=since_s)).latest
     if latest is None:
@@ -206,7 +224,7 @@ def ask_latest(path: Path, since_s: float) -> Latest:
     return latest
 
 
-def ask_report(path: Path, since_s: float, until_s: float, user: str | None) -> SharingReport:
+def ask_report(path: Path | Remote, since_s: float, until_s: float, user: str | None) -> SharingReport:
     """Return the effect of sharing on the own jobs; raise as :func:`ask`."""
     report = _answer_of(path, Request(None, since_s=since_s, until_s=until_s, user=user)).report
     if report is None:
@@ -214,12 +232,14 @@ def ask_report(path: Path, since_s: float, until_s: float, user: str | None) -> 
     return report
 
 
-def _answer_of(path: Path, request: Request) -> Answer:
+def _answer_of(path: Path | Remote, request: Request) -> Answer:
+    line = msgspec.json.encode(request)
     try:
-        answer = msgspec.json.decode(local_socket.ask(path, msgspec.json.encode(request)), type=Answer)
+        told = local_socket.ask(path, line) if isinstance(path, Path) else path.ask(line)
+        answer = msgspec.json.decode(told, type=Answer)
     except OSError:
         raise StoreError(DOWN.format(path)) from None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, zlib.error):
         raise ServiceError(f"{path}: cadenzad did not answer in full; try again") from None
     if answer.error:
         raise ServiceError(answer.error)

@@ -35,7 +35,10 @@ OWN_FILES, FILES_A_HOST = 256, 2
 REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
-ONE_EACH = (("service", "bind"), ("service", "store"), ("service", "metrics"), ("expert", "jobs_socket"))
+ONE_EACH = (
+    *(("service", key) for key in ("bind", "store", "metrics", "question_port")),
+    ("expert", "jobs_socket"),
+)
 """Keys in which two services of one machine must differ."""
 MAX_NAMED = 4
 """Number of hosts that a finding names."""

@@ -17,7 +17,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUs
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.accounting.effects import Effect
-from cadenza.slurm_plugin.service.owner_socket import ask_latest
+from cadenza.slurm_plugin.service.owner_socket import Remote, ask_latest
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, StoreReader, SwitchRow, host_faults
 
@@ -132,10 +132,10 @@ class Recent(NamedTuple):
     """GPUs that other users' jobs hold, with the job, or 0."""
 
 
-def look(source: StoreReader | Path) -> TopView:
-    """Return the current view of a store, or of the user's own jobs from the service's socket."""
+def look(source: StoreReader | Path | Remote) -> TopView:
+    """Return the current view of a store, or of the user's own jobs from the service."""
     now_s = SystemClock().now()
-    if isinstance(source, Path):
+    if not isinstance(source, StoreReader):
         latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
         last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
         rows = (latest.actions, latest.switches, effects, kill_switch(last))

@@ -146,6 +146,102 @@ def test_a_forged_user_is_refused(cluster: Cluster) -> None:
         assert "does not speak for uid" in forged("login", "login", uid)["error"]
 
 
+ASKED = """
+import sys, zlib
+from pathlib import Path
+import msgspec, zmq
+from cadenza.slurm_plugin.service.agents.curve_keys import public_key
+from cadenza.slurm_plugin.service.credentials import Question, sealed
+asked, sealed_for, connection, times = (f(word) for f, word in zip((str.encode, str.encode, str, int), sys.argv[1:]))
+public, secret = zmq.curve_keypair()
+link = zmq.Context().socket(zmq.DEALER)
+link.curve_publickey, link.curve_secretkey = public, secret
+link.curve_serverkey = public_key(Path("/etc/cadenza/keys/service.key"))
+link.connect("tcp://ctl:6852")
+credential = msgspec.json.decode(sealed(sealed_for, connection or public.decode()), type=Question).munge
+for _ in range(times):
+    link.send(msgspec.json.encode(Question(asked, munge=credential)))
+    answer = zlib.decompress(link.recv()).decode()
+print(answer)
+"""
+"""Asks by munge, once or more, with a credential for this question and connection or for another one."""
+
+
+@pytest.fixture
+def no_relay(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster without the relay of its login node."""
+    cluster.exec("login", "mv", "/run/cadenza/jobs.sock", "/run/cadenza/away.sock")
+    cluster.put("/home/shared/asked.py", ASKED)
+    yield cluster
+    cluster.exec("login", "mv", "/run/cadenza/away.sock", "/run/cadenza/jobs.sock")
+
+
+@pytest.fixture
+def munge(no_relay: Cluster) -> Iterator[Cluster]:
+    """The same with munge's daemon on the login node and the controller."""
+    for host in ("ctl", "login"):
+        no_relay.exec(host, "munged", user="munge")
+    yield no_relay
+    for host in ("ctl", "login"):
+        no_relay.exec(host, "munged", "--stop", user="munge")
+
+
+@pytest.fixture
+def tokens(no_relay: Cluster) -> Iterator[Cluster]:
+    """The same with Slurm's tokens."""
+    no_relay.ctl("cp", CONF, "/tmp/slurm.conf")
+    no_relay.ctl("sh", "-c", "head -c 32 /dev/urandom >/etc/slurm/jwt.key; chmod 600 /etc/slurm/jwt.key")
+    lines = "AuthAltTypes=auth/jwt\nAuthAltParameters=jwt_key=/etc/slurm/jwt.key\n"
+    no_relay.ctl("sh", "-c", f"printf '{lines}' >>{CONF}")
+    no_relay.service("ctl", "restart", "slurmctld")
+    wait_for("a token", lambda: no_relay.ctl("scontrol", "token", check=False).startswith("SLURM_JWT="))
+    yield no_relay
+    no_relay.ctl("cp", "/tmp/slurm.conf", CONF)
+    no_relay.service("ctl", "restart", "slurmctld")
+    wait_for("slurmctld", lambda: "UP" in no_relay.ctl("scontrol", "ping", check=False))
+
+
+def asked(cluster: Cluster, question: str, sealed_for: str, connection: str = "", times: int = 1) -> str:
+    """Return the error of the last answer to a question of alice's, or nothing."""
+    words = (PYTHON, "/home/shared/asked.py", question, sealed_for, connection, str(times))
+    return str(json.loads(cluster.exec("login", *words, user="alice").stdout)["error"])
+
+
+def test_users_ask_by_munge_where_no_relay_is(munge: Cluster) -> None:
+    job = running(munge)
+    assert wait_for("alice's job", lambda: holders(munge, "alice") == {job})
+    assert ask(munge, "alice", "why", str(job))["job"]["user"] == "alice"
+    assert "nothing on record of a job of yours" in ask(munge, "bob", "why", str(job))["error"]
+    assert ask(munge, "bob", "top", "--once")["jobs"] == []
+    assert "uid 0 is asked for on the machine of slurmctld only" in ask(munge, "root", "why", str(job))["error"]
+    mine = json.dumps({"job": job})
+    assert asked(munge, mine, mine) == ""
+    assert "Replayed credential" in asked(munge, mine, mine, times=2)
+    for sealed in ((json.dumps({"job": job + 1}),), (mine, "k" * 40)):
+        assert "this credential of munge is for another question" in asked(munge, mine, *sealed)
+
+
+def test_users_ask_by_a_token_that_slurm_takes(tokens: Cluster) -> None:
+    def token(user: str, lifespan: int = 300) -> str:
+        return tokens.ctl("scontrol", "token", f"lifespan={lifespan}", user=user).strip().partition("=")[2]
+
+    def why(value: str) -> dict[str, Any]:
+        words = ("env", f"SLURM_JWT={value}", CADENZA, "why", str(job), "--json")
+        done = tokens.exec("login", *words, user="bob", check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr}
+
+    job = running(tokens)
+    alice, bob, short = token("alice"), token("bob"), token("alice", 1)
+    wait_for("alice's job", lambda: why(alice).get("id") == job)
+    assert "nothing on record of a job of yours" in why(bob)["error"]
+    assert "uid 0 is asked for" in why(token("root"))["error"]
+    head, _, rest = alice.partition(".")
+    other = ".".join((head, bob.split(".")[1], rest.partition(".")[2]))
+    for forged in (other, alice[:-9] + "x" * 9, short):
+        wait_for("its refusal", lambda forged=forged: "Protocol authentication error" in why(forged).get("error", ""))
+    assert "no question of this version" in why("a.b.c=")["error"]
+
+
 def test_without_a_relay_the_command_says_what_to_add(cluster: Cluster) -> None:
     cluster.exec("login", "mv", "/run/cadenza/jobs.sock", "/run/cadenza/away.sock")
     try:
@@ -154,3 +250,4 @@ def test_without_a_relay_the_command_says_what_to_add(cluster: Cluster) -> None:
         cluster.exec("login", "mv", "/run/cadenza/away.sock", "/run/cadenza/jobs.sock")
     assert "cadenza keygen HOST" in said
     assert 'relays = ["HOST"]' in said
+    assert "munge: " in said, "it is installed there, and its daemon does not run"

@@ -180,7 +180,7 @@ def test_a_host_has_few_questions_open(site: tuple[Path, Hub], monkeypatch: pyte
 
 def test_an_answer_too_large_for_the_link_says_so(site: tuple[Path, Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_socket, "MAX_TOLD", 64)
-    assert "too large for an agent" in told(site, "login1", NOBODY, '{"job":null}').error
+    assert "too large to be sent" in told(site, "login1", NOBODY, '{"job":null}').error
 
 
 def test_slurm_says_who_sees_the_jobs_of_others(slurm: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, store_or_socket
+from cadenza.slurm_plugin.service.owner_socket import Remote
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.terminal import show
 from cadenza.slurm_plugin.views.cluster_view import TopView, look
@@ -30,7 +31,7 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
     """
     with ExitStack() as stack:
         source = store_or_socket(config)
-        if not isinstance(source, Path):
+        if isinstance(source, StoreReader):
             stack.enter_context(source)
         views = iter((look(source),)) if once else _views(look, source, interval)
         if as_json:
@@ -41,7 +42,7 @@ def command(*, once: bool, interval: float, as_json: bool, config: Path | None) 
 
 
 def _views(
-    look: Callable[[StoreReader | Path], TopView], source: StoreReader | Path, interval: float
+    look: Callable[[StoreReader | Path | Remote], TopView], source: StoreReader | Path | Remote, interval: float
 ) -> Iterator[TopView]:
     never = threading.Event()
     while True:

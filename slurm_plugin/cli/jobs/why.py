@@ -9,7 +9,7 @@ import msgspec
 
 from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say, store_or_socket
 from cadenza.slurm_plugin.service.owner_socket import ask
-from cadenza.slurm_plugin.service.store.reader import JobRecord
+from cadenza.slurm_plugin.service.store.reader import JobRecord, StoreReader
 from cadenza.slurm_plugin.views.job_sentences import lines, summary
 
 ROWS = 20
@@ -39,7 +39,7 @@ def command(*, job_id: int, as_json: bool, config: Path | None) -> None:
 def _record(job_id: int, config: Path | None) -> JobRecord:
     """Return a job's record from the store, or from the service if this user may not read the store."""
     source = store_or_socket(config)
-    if not isinstance(source, Path):
+    if isinstance(source, StoreReader):
         with source as reader:
             return reader.job_record(job_id, ROWS)
     return ask(source, job_id, ROWS)

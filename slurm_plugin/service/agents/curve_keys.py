@@ -86,6 +86,11 @@ class AgentKeys:
         log.info("agent HOST=%s has come with its new key", host)
 
 
+def public_key(path: Path) -> bytes:
+    """Return the public key in a file; raise HubError when there is none."""
+    return _certificate(path)[0]
+
+
 def host_keys(folder: Path, ending: str) -> dict[str, bytes]:
     """Return the public keys of all hosts whose files end so; raise HubError for a malformed one."""
     return {path.name.removesuffix(ending): _certificate(path)[0] for path in sorted(folder.glob(f"*{ending}"))}
