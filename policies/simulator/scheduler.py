@@ -14,11 +14,11 @@ from itertools import islice
 from math import ceil, inf
 from operator import attrgetter
 
-from cadenza.policies.core.amounts import Amount, fits
+from cadenza.policies.core.amounts import Amount
 from cadenza.policies.core.model import Node, SiteRules
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.simulator.priority import Facts, Multifactor, Person
-from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares, bits_of, choose
+from cadenza.policies.slurm.backfill import Backfill, Future, Pass, Shares, bits_of
 
 BY_ORDER = attrgetter("order")
 
@@ -202,7 +202,6 @@ class Scheduler:
     def _change(self) -> None:
         """Note that a job's request or a node has changed: the main scheduler looks soon, as after a submission."""
         self._new = self._stale = True
-        self._future = None
 
     def set_factor(self, job: QueuedJob, factor: int, now_s: float) -> None:
         """Set a job's SiteFactor and its place in the queue."""
@@ -223,30 +222,38 @@ class Scheduler:
 
     def book(self, job: QueuedJob, shares: Shares, now_s: float) -> None:
         """Give a job what it has from now on, other than before; nothing: it is over, or out of its nodes."""
-        before = self.running.pop(job, None)
-        self._take(before[1] if before is not None else (), -1)
+        before = self._leave(job) if job in self.running else None
         gpus = sum(amount[0] for _, amount in shares)
         self._count(job, gpus, now_s)
         if shares:
-            whole = self._with_lanes(shares)
-            self._take(whole, 1)
-            self.running[job] = (now_s + job.limit_s if before is None else before[0], whole)
+            self._run(job, now_s + job.limit_s if before is None else before[0], self._with_lanes(shares))
         self._freed = self._freed or before is not None
-        self._future, self._stale = None, True
+        self._stale = True
 
     def take_hosts(self, job: QueuedJob, shares: Shares, now_s: float) -> Shares:
         """Start a job without GPUs: all lanes of its hosts lack its CPUs; return what each lacks."""
         whole = tuple((lane, amount) for at, amount in shares for lane in self._host_lanes[at])
-        self._take(whole, 1)
-        self.running[job] = (now_s + job.limit_s, whole)
-        self._future, self._stale = None, True
+        self._run(job, now_s + job.limit_s, whole)
+        self._stale = True
         return whole
 
     def free_hosts(self, job: QueuedJob) -> None:
         """End a job without GPUs."""
-        self._take(self.running.pop(job)[1], -1)
+        self._leave(job)
         self._freed = self._stale = True
-        self._future = None
+
+    def _run(self, job: QueuedJob, end_s: float, shares: Shares) -> None:
+        self.running[job] = end_s, shares
+        self._take(shares, 1)
+        if self._future is not None:
+            self._future.start(end_s, shares)
+
+    def _leave(self, job: QueuedJob) -> tuple[float, Shares]:
+        end_s, shares = self.running.pop(job)
+        self._take(shares, -1)
+        if self._future is not None:
+            self._future.leave(end_s, shares)
+        return end_s, shares
 
     def _with_lanes(self, shares: Shares) -> Shares:
         """Return shares with what they take of the other lanes: a host's memory is that of all its lanes."""
@@ -404,19 +411,8 @@ class Scheduler:
 
     def _place(self, job: QueuedJob, among: int) -> list[int]:
         """Return the nodes of ``among`` that a job gets now, or nothing."""
-        among &= job.among
-        single = len(job.each) == 1 and len(self.lanes) == 1
-
-        def fitting(need: Amount) -> int:
-            found = 0
-            for at, room in enumerate(self.free):
-                if among >> at & 1 and fits(need, room):
-                    found |= 1 << at
-                    if single and not job.pins:
-                        break
-            return found
-
-        return choose(job, fitting, among, self.lanes)
+        future = self._future or self._ends(self._looked_s)
+        return future.spot(job, among & job.among, 0)
 
     def _backfill(self, now_s: float) -> None:
         """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start.
@@ -447,8 +443,8 @@ class Scheduler:
                     last = room.last_before(last)
 
     def _ends(self, now_s: float) -> Future:
-        """Return the ends of the running jobs by their limits; the same object until a job starts or time passes."""
-        if self._future is None or self._future.now_s != now_s:
+        """Return the ends of the running jobs by their limits; the same object as long as it can follow the jobs."""
+        if self._future is None or not self._future.reaches(now_s):
             self._future = Future(now_s, self.free, self.running.values(), self.lanes)
         return self._future
 

@@ -78,6 +78,8 @@ Ended: TypeAlias = tuple[float, Shares, int]
 _NOW: Ended = (-inf, (), 0)
 MOST_KEPT = 256
 """Sets of nodes that are kept for one request, at most about."""
+MOST_NEEDS = 64
+"""Requests for which they are kept as jobs start and leave."""
 
 
 class Future:
@@ -104,6 +106,13 @@ class Future:
         """By the nodes that a job may have: the positions of the jobs there, and their ends."""
         self._on: dict[int, tuple[list[int], list[float]]] = {}
         """The same by some of them."""
+
+    def reaches(self, now_s: float) -> bool:
+        """Go on to a later time, and return True; False where a job has come to its limit, so that its end is new."""
+        if self.ends_s and self.ends_s[0] < now_s + 1:
+            return False
+        self.now_s = now_s
+        return True
 
     def copy(self) -> Future:
         """Return another one that jobs start and leave in."""
@@ -165,11 +174,28 @@ class Future:
         last = self._order[ended - 1] if ended else _NOW
         return choose(job, lambda need: self._fitting(need, last), among, self._lanes)
 
+    def least_ended(self, job: Request, among: int) -> float:
+        """Return the least number of running jobs with whose ends ``spot`` has nodes of ``among``; infinite: none."""
+        if job.pins:
+            found = [self._steps_of(need).reaching(among & 1 << at, 1) for at, need in job.pins]
+            last = None if None in found else max(one for one in found if one is not None)
+        else:
+            steps, count = self._steps_of(job.each[0]), len(job.each)
+            by_lane = [steps.reaching(among & lane, count) for lane in self._lanes if among & lane]
+            last = min((one for one in by_lane if one is not None), default=None)
+        return inf if last is None else bisect_right(self._order, last)
+
     def _fitting(self, need: Amount, last: Ended) -> int:
         """Return the nodes, as bits, with room for ``need`` once the jobs up to this one have ended."""
-        if need not in self._steps:
-            self._steps[need] = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
-        return self._steps[need].after(last)
+        return self._steps_of(need).after(last)
+
+    def _steps_of(self, need: Amount) -> _Steps:
+        found = self._steps.get(need)
+        if found is None:
+            if len(self._steps) == MOST_NEEDS:
+                self._steps.clear()
+            found = self._steps[need] = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
+        return found
 
     def _first_fit(self, at: int, need: Amount) -> Ended | None:
         """Return the job with whose end a node comes to have room; None if it never does."""
@@ -241,6 +267,16 @@ class _Steps:
         count = bisect_right(self._ends, last)
         kept, more = divmod(count, self._stride)
         return self._until[kept] | bits_of(self._at[count - more : count]) if more else self._until[kept]
+
+    def reaching(self, nodes: int, count: int) -> Ended | None:
+        """Return the job with whose end so many of some nodes have room; None if they never do."""
+        kept = bisect_left(self._until, count, key=lambda own: (own & nodes).bit_count()) - 1
+        had = (self._until[kept] & nodes).bit_count()
+        for place in range(kept * self._stride, len(self._at)):
+            had += nodes >> self._at[place] & 1
+            if had == count:
+                return self._ends[place]
+        return None
 
     def change(self, at: int, first: Ended | None) -> None:
         """Note with whose end a node has room from now on."""
@@ -359,19 +395,23 @@ class Pass:
         Jobs whose limits end in one window of time are taken away together, and each window is longer than the one
         before it; jobs whose limits end after ``to_s`` stay.
         """
-        if from_s <= self._now_s and (spot := future.spot(job, among, 0)):
-            return self._now_s, spot
+        ended = future.least_ended(job, among)
+        if from_s <= self._now_s and not ended:
+            return self._now_s, future.spot(job, among, 0)
         # 1. Running jobs over by then are gone.
         first = bisect_right(future.ends_s, from_s)
-        if spot := future.spot(job, among, first):
-            return max(from_s, self._now_s), spot
+        if ended <= first:
+            return max(from_s, self._now_s), future.spot(job, among, first)
+        if ended == inf or (to_s is not None and future.ends_s[int(ended) - 1] > to_s):
+            return inf, []
         # 2. The others on these nodes go by windows.
         coming, ends_s = future.on(among, job.among)
         begin = bisect_left(coming, first)
         end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
         for gone in self._windows(ends_s[begin:end]):
             until = begin + gone
-            if spot := future.spot(job, among, coming[until - 1] + 1):
+            if ended <= coming[until - 1] + 1:
+                spot = future.spot(job, among, coming[until - 1] + 1)
                 there = bits_of(spot)
                 last = next(one for one in reversed(coming[:until]) if future.nodes[one] & there)
                 return max(future.ends_s[last], from_s), spot

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 
 from cadenza.policies.core.amounts import Amount
+from cadenza.policies.sharing.preemption.slurm_pass import PassJob
 from cadenza.policies.slurm import backfill
 from cadenza.policies.slurm.backfill import Future, Shares, bits_of
 
@@ -60,11 +62,24 @@ def test_nodes_with_room_and_jobs_on_nodes_are_those_of_a_look_at_all(
             need, ended = (draw.choice((1, 2, 4)), 8, 100), draw.randrange(len(future._order) + 1)
             last = future._order[ended - 1] if ended else backfill._NOW
             assert future._fitting(need, last) == expected(future, need, ended)
-            # 3. Jobs on all nodes of a partition but the reserved ones.
+            # 3. The end with which a job first gets nodes.
+            asks = PassJob((need,) * draw.choice((1, 2, 3)), bits_of(range(nodes)), 60.0)
+            among = draw.choice(partitions)
+            found = (count for count in range(len(future._order) + 1) if future.spot(asks, among, count))
+            assert future.least_ended(asks, among) == next(found, inf)
+            # 4. Jobs on all nodes of a partition but the reserved ones.
             among = draw.choice(partitions)
             some = among & ~bits_of(draw.sample(range(nodes), draw.randrange(0, 3)))
             positions = [at for at, own in enumerate(future.nodes) if own & some]
             assert future.on(some, among) == (positions, [future.ends_s[at] for at in positions])
+
+
+def test_ends_stay_true_as_time_passes_until_a_job_comes_to_its_limit() -> None:
+    future = Future(0.0, [(0, 50, 500)], [(100.0, ((0, (4, 8, 100)),))], (1,))
+    assert future.reaches(99.0)
+    future.start(200.0, ((0, (1, 8, 100)),))
+    assert future.ends_s == Future(99.0, [(0, 0, 0)], [(100.0, ()), (200.0, ())], (1,)).ends_s
+    assert not future.reaches(100.0)
 
 
 def test_several_nodes_come_from_the_smallest_run_that_has_as_many() -> None:

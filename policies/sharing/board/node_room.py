@@ -125,16 +125,16 @@ class NodeRoom:
         return ()
 
     def least_eviction(
-        self, request: NodeRequest, names: Iterable[str], may: Callable[[Victim], bool]
+        self, request: NodeRequest, names: Iterable[str], may: Callable[[Victim], bool], above: int = -1
     ) -> tuple[tuple[str, ...], tuple[Victim, ...]] | None:
         """Return the nodes on which the fewest GPUs of jobs must be given up for a request, and these jobs.
 
         Of equal nodes those whose jobs repeat the least GPU time. None if no nodes can be freed. ``may``: whether a job
-        would make way.
+        would make way; only jobs of a level above ``above`` are asked.
         """
         options: list[tuple[int, float, int, str, tuple[Victim, ...]]] = []
         for at, name in enumerate(names):
-            victims = self._enough(name, request.each, may)
+            victims = self._enough(name, request.each, may, above)
             if victims is not None:
                 lost_s = sum(one.job.gpus * one.lost_s for one in victims)
                 options.append((sum(one.job.gpus for one in victims), lost_s, at, name, victims))
@@ -144,13 +144,15 @@ class NodeRoom:
         unique = {one.job.key: one for option in chosen for one in option[4]}
         return tuple(option[3] for option in chosen), tuple(unique.values())
 
-    def _enough(self, name: str, need: Amount, may: Callable[[Victim], bool]) -> tuple[Victim, ...] | None:
+    def _enough(self, name: str, need: Amount, may: Callable[[Victim], bool], above: int) -> tuple[Victim, ...] | None:
         """Return jobs of a node without which a request fits there: none if it fits now, None if too few may leave."""
         free = self.free[name]
         if fits(need, free):
             return ()
         chosen: list[Victim] = []
         for victim in self.on.get(name, ()):
+            if victim.level <= above:
+                return None
             if may(victim):
                 chosen.append(victim)
                 free = more(free, victim.shares[name])

@@ -25,7 +25,6 @@ from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, 
 from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
 from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
 from cadenza.policies.sharing.state.round_state import RoundState
-from cadenza.policies.slurm.backfill import Future
 
 MAX_WAYS = 20
 """Waiting jobs that room is made for in one round."""
@@ -68,11 +67,12 @@ def make_way(state: RoundState) -> None:
 def _walk_through(state: RoundState, queue: list[Job]) -> None:
     """Find room for the jobs of the queue, in order."""
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
-    standings = Standings(state)
+    standings, tried = Standings(state), state.memory.made_way
+    looks = any(state.now_s >= tried.get(job.key.id, -inf) + AGAIN_S for job in queue)
     victims = [
         Victim(job, standings.level(job), job.amounts, lost_s(job, state.now_s))
-        for job in state.jobs.ours.values()
-        if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
+        for job in (state.jobs.ours.values() if looks else ())
+        if standings.quantum_left_s(job) <= 0.0 and standings.can_leave(job)
     ]
     placed = [job for job in state.jobs.started if job.nodes]
     leaving = [job for job in placed if _leaves(job, state)]
@@ -192,19 +192,16 @@ class _Walk:
         self.free = self.free or list(room.free.values())
 
         def may(victim: Victim) -> bool:
-            return (
-                victim.level > claim
-                and not standings.outranks(victim.job, job)
-                and (movable or not standings.overdue(victim.job))
-            )
+            return not standings.outranks(victim.job, job) and (movable or not standings.overdue(victim.job))
 
         # Most jobs find no room anywhere, reserved nodes included, and the pass is dear.
-        anywhere = room.worst_level > claim and room.least_eviction(request, room.admitting(request), may) is not None
+        everywhere = room.admitting(request)
+        anywhere = room.worst_level > claim and room.least_eviction(request, everywhere, may, claim) is not None
         if not anywhere and not (joins and can_join(room, job)):
             self.vain.add(alike)
             return None
         names = self._pass().unreserved(job, request)
-        found = room.least_eviction(request, names, may) if anywhere else None
+        found = room.least_eviction(request, names, may, claim) if anywhere else None
         if (found is None or not found[1]) and joins and can_join(room, job):
             found = join_idle_gpus(room, standings, job, request, names)
         if found is None or not found[1]:
@@ -218,16 +215,15 @@ class _Walk:
         Only a first look, because it is cheap: the pass in the end decides.
         """
         most_s, (gpus, cpus, memory_mb) = limit_s(job), request.each
-        return any(
-            each[0] <= gpus and each[1] <= cpus and each[2] <= memory_mb and ends_s <= most_s
-            for each, ends_s in self.ahead.get(request[2:], ())
-        )
+        for each, ends_s in self.ahead.get(request[2:], ()):
+            if ends_s <= most_s and each[0] <= gpus and each[1] <= cpus and each[2] <= memory_mb:
+                return True
+        return False
 
     def _pass(self) -> SlurmPass:
         """Return Slurm's pass so far, with the reservations of all jobs that stay in the queue."""
         if self.slurm is None:
-            nodes = self.nodes
-            self.slurm = SlurmPass(nodes, Future(nodes.now_s, self.free or (), nodes.running.values(), nodes.lanes))
+            self.slurm = SlurmPass(self.nodes, self.nodes.future_with(self.free or ()))
         while self.reserved < len(self.blocked):
             self.slurm.take_turn(*self.blocked[self.reserved])
             self.reserved += 1

@@ -7,7 +7,7 @@ half of the room in simulated weeks went to other jobs (docs/decisions.md, 0010)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -59,6 +59,12 @@ class RoundNodes:
     @cached_property
     def _future(self) -> Future:
         return Future(self.now_s, self.free, self.running.values(), self.lanes)
+
+    def future_with(self, free: Sequence[Amount]) -> Future:
+        """Return the resources that are free now, and later ones."""
+        if free == self.free:  # no job in the queue has taken any
+            return self._future.copy()
+        return Future(self.now_s, free, self.running.values(), self.lanes)
 
     def future_without(self, gone: Iterable[JobKey]) -> Future:
         """Return the free resources as the round begins, and later ones, with some of the jobs gone."""

@@ -89,9 +89,10 @@ class Standings:
 
     def starves(self, job: Job) -> bool:
         """Return True if a waiting job made way a day ago and has not come back since."""
+        if self.now_s < job.submit_s + STARVING_S:
+            return False
         move = self.moves.get(job.key.id)
-        ours = move is not None and move.successor == job.key and not move.shares
-        return ours and self.now_s >= job.submit_s + STARVING_S
+        return move is not None and move.successor == job.key and not move.shares
 
     def claim(self, job: Job) -> int:
         """Return the level with which a waiting job asks others to make way."""
@@ -243,16 +244,14 @@ class Standings:
         and where each host has a job of such an account it would not come back before one of these ends.
         """
         site, fair = self.site, self.site.fair_share
-        if site.tier(job.partition) > site.tier(other.partition):
+        if job.partition != other.partition and site.tier(job.partition) > site.tier(other.partition):
             return True
-        if site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
+        if job.qos != other.qos and site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
             return True
-        if self.starves(other):
-            return False
         same = job.account == other.account
-        mine = fair.get(f"{job.account}/{job.user}" if same else job.account, 1.0)
-        theirs = fair.get(f"{other.account}/{other.user}" if same else other.account, 1.0)
-        return theirs < 1.0 <= mine
+        if fair.get(f"{other.account}/{other.user}" if same else other.account, 1.0) >= 1.0 or self.starves(other):
+            return False
+        return fair.get(f"{job.account}/{job.user}" if same else job.account, 1.0) >= 1.0
 
 
 def note_checkpoints(state: RoundState) -> None:
@@ -264,7 +263,7 @@ def note_checkpoints(state: RoundState) -> None:
             name = checkpoint_name(job)
             if now_s - known.get(name, -BELIEVED_S) >= NEWS_S:
                 seen[name] = now_s
-    if seen or any(now_s - at_s > BELIEVED_S for at_s in known.values()):
+    if seen or (known and now_s - min(known.values()) > BELIEVED_S):
         kept = {name: at_s for name, at_s in known.items() if now_s - at_s <= BELIEVED_S} | seen
         newest = sorted(kept, key=lambda name: (-kept[name], name))[:MAX_BELIEVED]
         state.memory = replace(state.memory, keep_checkpoints={name: kept[name] for name in sorted(newest)})
