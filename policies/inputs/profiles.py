@@ -114,23 +114,22 @@ def read_profiles(text: str, source: str) -> dict[str, Profile]:
     return _by_model(found, source)
 
 
+ALIKE = (
+    "model", "gpu", "task", "iteration_s", "cpus_per_gpu", "memory_gb_per_gpu", "throughput", "storage_mb_s",
+    "gpu_utilization",
+)  # fmt: skip
+"""Keys of the file that a profile has as they are."""
+
+
 def _profile(keys: ProfileKeys, source: str, path: str) -> Profile:
     """Return the values of the keys, not yet checked."""
     if not keys.model.strip():
         raise InputError(f"{source}: {path + '.' if path else ''}model: must not be empty")
     return Profile(
-        model=keys.model,
-        iteration_s=keys.iteration_s,
-        cpus_per_gpu=keys.cpus_per_gpu,
-        memory_gb_per_gpu=keys.memory_gb_per_gpu,
-        throughput=keys.throughput,
+        **{name: getattr(keys, name) for name in ALIKE},
         reference=Reference(keys.reference.gpus, keys.reference.cpus, keys.reference.memory_gb),
-        gpu=keys.gpu,
-        task=keys.task,
-        storage_mb_s=keys.storage_mb_s,
         gpu_memory_peak_gb=keys.gpu_memory_gb.peak,
         gpu_memory_low_gb=keys.gpu_memory_gb.low,
-        gpu_utilization=keys.gpu_utilization,
         declared_best=Demand(*msgspec.structs.astuple(keys.declared_best)) if keys.declared_best else None,
         match=Match(keys.match.name, keys.match.command),
     )
@@ -219,17 +218,9 @@ def _written(profile: Profile) -> str:
     """Return one profile as JSON, a key a line."""
     best = profile.declared_best
     keys = ProfileKeys(
-        model=profile.model,
-        gpu=profile.gpu,
-        task=profile.task,
+        **{name: getattr(profile, name) for name in ALIKE},
         reference=ReferenceKeys(*profile.reference),
-        iteration_s=profile.iteration_s,
-        cpus_per_gpu=profile.cpus_per_gpu,
-        memory_gb_per_gpu=profile.memory_gb_per_gpu,
-        throughput=profile.throughput,
-        storage_mb_s=profile.storage_mb_s,
         gpu_memory_gb=MemoryKeys(profile.gpu_memory_peak_gb, profile.gpu_memory_low_gb),
-        gpu_utilization=profile.gpu_utilization,
         declared_best=BestKeys(best.cpus, best.memory_gb) if best else None,
         match=MatchKeys(*profile.match),
     )
