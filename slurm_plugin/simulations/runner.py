@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -53,29 +53,30 @@ class Ideal(NamedTuple):
     p99_jct_h: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
-    """Results of a request: a run for each seed, or the points of a sweep."""
+    """Results of a request, added run by run: one for each seed, or the points of a sweep."""
 
     request: Request
-    summaries: tuple[Summary, ...]
-    runs: tuple[SavedRun, ...]
-    points: tuple[SweepPoint, ...]
     gpus: int
     cpus: int
+    summaries: list[Summary] = field(default_factory=list)
+    runs: list[SavedRun] = field(default_factory=list)
+    points: list[SweepPoint] = field(default_factory=list)
     short: bool = False
     """True if a sweep has too few arrivals to tell stable loads from others."""
-    baselines: tuple[Summary, ...] = ()
+    baselines: list[Summary] = field(default_factory=list)
     """The same jobs under the baseline; empty without one."""
-    easy: tuple[Summary, ...] = ()
+    baseline_runs: list[SavedRun] = field(default_factory=list)
+    easy: list[Summary] = field(default_factory=list)
     """The same jobs under EASY backfill, with each comparison with Slurm and each run of it."""
-    ideal: tuple[Ideal, ...] = ()
+    ideal: list[Ideal] = field(default_factory=list)
     """The same jobs under ideal least attained service; as ``easy``."""
-    baseline_runs: tuple[SavedRun, ...] = ()
-    movable: tuple[int, int] = (0, 0)
-    """Jobs that keep checkpoints, of those that opted in, and all jobs."""
+    jobs: int = 0
     opted_in: int = 0
     """Jobs that opted in."""
+    movable: int = 0
+    """Those of them that keep checkpoints."""
     unshareable: Unshareable | None = None
     """The first run's; None without sharing."""
 
@@ -110,8 +111,7 @@ class Results:
             }
         runs = [{"seed": run.seed, **run.summary} for run in self.runs] if len(self.runs) > 1 else []
         found = {**over_seeds(self.summaries), **head, **({"runs": runs} if runs else {})}
-        movable, jobs = self.movable
-        found["movable_jobs"] = movable / jobs if jobs else None
+        found["movable_jobs"] = self.movable / self.jobs if self.jobs else None
         if self.unshareable is not None:
             found["unshareable"] = self.unshareable._asdict()
         if self.baselines:
@@ -125,7 +125,7 @@ class Results:
                 name: fmean(values) for name, values in zip(Ideal._fields, zip(*self.ideal, strict=True), strict=True)
             }
             found["ratio_to_ideal_las"] = self.ratio_to_ideal
-        found["opted_in_jobs"] = self.opted_in / jobs if jobs else None
+        found["opted_in_jobs"] = self.opted_in / self.jobs if self.jobs else None
         found["weights"] = msgspec.structs.asdict(self.request.setup.queue.weights)
         return found
 
@@ -150,47 +150,35 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
 
     ``progress`` is called in place of a progress bar, with the simulated time in seconds and the jobs that have ended.
     """
-    summaries: list[Summary] = []
-    runs: list[SavedRun] = []
-    points: list[SweepPoint] = []
-    baselines: list[Summary] = []
-    base_runs: list[SavedRun] = []
-    easy: list[Summary] = []
-    ideal: list[Ideal] = []
     whole = [node for node in request.nodes if node.lane == 0]
-    gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
-    movable = total = opted_in = 0
-    unshareable = None
-    short = False
+    found = Results(request, sum(node.gpus for node in whole), sum(node.cpus for node in whole))
     work = [(load, seed) for load in request.loads or (None,) for seed in request.seeds]
     for number, (load, seed) in enumerate(work, 1):
         jobs = request.jobs(seed, load)
         title = f"run {number} of {len(work)}" if len(work) > 1 else "simulating"
         result = _simulated(request, jobs, title, progress)
         if load is not None:
-            short = short or too_short(jobs)
-            points.append(sweep_point(load, seed, jobs, result, request.window))
+            found.short = found.short or too_short(jobs)
+            found.points.append(sweep_point(load, seed, jobs, result, request.window))
             continue
         summary = summarize(result, request.window, synergy=request.setup.synergy)
-        summaries.append(summary)
-        runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
-        movable, total = movable + sum(job.checkpoints and job.managed for job in jobs), total + len(jobs)
-        opted_in += sum(job.managed for job in jobs)
+        found.summaries.append(summary)
+        found.runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
+        found.jobs += len(jobs)
+        found.opted_in += sum(job.managed for job in jobs)
+        found.movable += sum(job.checkpoints and job.managed for job in jobs)
         if request.baseline:
             base = _baseline(request, jobs)
-            baselines.append(summarize(base, request.window, synergy=request.setup.synergy))
-            base_runs.append(save_run(base, runs[-1].seed, asdict(baselines[-1])))
+            found.baselines.append(summarize(base, request.window, synergy=request.setup.synergy))
+            found.baseline_runs.append(save_run(base, found.runs[-1].seed, asdict(found.baselines[-1])))
         if request.baseline == "slurm" or request.alone:
             first = first_come(jobs, request.nodes, request.setup)
-            easy.append(summarize(first, request.window, synergy=request.setup.synergy))
-            jct_s = sorted(ideal_las(jobs, gpus)[slice(*request.window) if request.window else slice(None)])
-            ideal.append(Ideal(fmean(jct_s) / HOUR, quantile(jct_s, 0.5) / HOUR, quantile(jct_s, 0.99) / HOUR))
-        if unshareable is None and request.shared:
-            unshareable = unshareable_jobs(jobs, request.nodes, between_users=request.shared == "between users")
-    return Results(
-        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), tuple(easy),
-        tuple(ideal), tuple(base_runs), (movable, total), opted_in, unshareable,
-    )  # fmt: skip
+            found.easy.append(summarize(first, request.window, synergy=request.setup.synergy))
+            jct_s = sorted(ideal_las(jobs, found.gpus)[slice(*request.window) if request.window else slice(None)])
+            found.ideal.append(Ideal(fmean(jct_s) / HOUR, quantile(jct_s, 0.5) / HOUR, quantile(jct_s, 0.99) / HOUR))
+        if found.unshareable is None and request.shared:
+            found.unshareable = unshareable_jobs(jobs, request.nodes, between_users=request.shared == "between users")
+    return found
 
 
 def _baseline(request: Request, jobs: tuple[TraceJob, ...]) -> Result:
@@ -309,6 +297,6 @@ def saved(results: Results) -> Saved:
     request = results.request
     classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
     return Saved(
-        request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes,
-        request.baseline or "", results.baseline_runs,
+        request.label, request.arguments, results.gpus, results.cpus, tuple(results.runs), tuple(results.points),
+        classes, request.baseline or "", tuple(results.baseline_runs),
     )  # fmt: skip

@@ -85,7 +85,7 @@ def as_table(results: Results) -> RenderableType:
 
 def _remarks(results: Results) -> Iterator[str]:
     """Yield sentences on the order of Slurm's queue, and on the jobs that can share and move."""
-    movable, jobs = results.movable
+    movable, jobs = results.movable, results.jobs
     if not results.request.setup.place or results.baselines or results.easy:
         weights = results.request.setup.queue.weights
         named = [f"{name} {value:,.0f}" for name in NAMES if (value := getattr(weights, name))]
