@@ -57,6 +57,7 @@ from cadenza.slurm_plugin.history.cluster_nodes import Hosts, read_hosts, with_l
 from cadenza.slurm_plugin.history.job_records import read_job_records
 from cadenza.slurm_plugin.history.queue_answer import read_queue
 from cadenza.slurm_plugin.service.agents.agent_registry import AgentRegistry
+from cadenza.slurm_plugin.service.credentials import Question
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.simulations.first_decision import as_if_managed, hidden_gpus
 from cadenza.slurm_plugin.simulations.watch_record import add, begin
@@ -327,6 +328,10 @@ def of_wire() -> list[Boundary]:
                 encode(orders.LeaseLog(1, "n1", 1, 0, (0,), 1e9, 1e9 + 5)),
                 encode(orders.Files(1, "n1", 1, 0, ("/a",))),
             ),
+        ),
+        Boundary(
+            "questions of users", lambda data: encode(msgspec.json.decode(data, type=Question)), frames.ERRORS,
+            (encode(Question(b'{"job":1}', munge="MUNGE:AwQF+/=:")), encode(Question(b"{}", token="a.b.c_-"))),  # noqa: S106
         ),
         Boundary("jobs of Slurm's JSON", queue, (slurm_json.NotSlurms,), one_each(CLUSTER / "jobs.json", "jobs")),
         Boundary("nodes of Slurm's JSON", cluster, (slurm_json.NotSlurms,), one_each(CLUSTER / "nodes.json", "nodes")),

@@ -94,6 +94,15 @@ class ExpertTable(msgspec.Struct, frozen=True):
     jobs_socket: Annotated[Text, Meta(description="Socket at which users read the service's record of their jobs")] = (
         "/run/cadenzad/jobs.sock"
     )
+    question_port: Annotated[
+        int,
+        Meta(
+            description="Port of the service at which users of hosts without an agent or relay ask, with munge or a "
+            "token of Slurm, such as 6852; 0: none",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
     kill_switch: Annotated[
         Text, Meta(description="While this file exists no action leaves; read before each round")
     ] = "/etc/cadenza/STOP"

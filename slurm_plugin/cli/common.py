@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cadenza.slurm_plugin.service.owner_socket import Remote
-    from cadenza.slurm_plugin.service.settings import ServiceTable
     from cadenza.slurm_plugin.service.store.reader import StoreReader
 
     NumberType = click.ParamType[int]
@@ -135,27 +134,27 @@ def store_or_socket(config: Path | None) -> StoreReader | Path | Remote:
                 return path
         if os.access(store, os.R_OK):
             raise
-        remote = _remote(settings.service, here.agent.service, Path(here.agent.keys))
+        remote = _remote(here.expert.question_port, here.agent.service, Path(here.agent.keys))
         if isinstance(remote, str):
             raise StoreError(f"{error}; {NOBODY.format(*paths, remote)}") from None
         return remote
 
 
-def _remote(service: ServiceTable, addresses: str, keys: Path) -> Remote | str:
+def _remote(port: int, addresses: str, keys: Path) -> Remote | str:
     """Return the service of another machine, or the sentence that says what is missing to ask it."""
     from cadenza.slurm_plugin.service.agents.curve_keys import PUBLIC, SERVICE, public_key  # noqa: PLC0415
     from cadenza.slurm_plugin.service.credentials import missing  # noqa: PLC0415
     from cadenza.slurm_plugin.service.question_port import RemoteService  # noqa: PLC0415
 
-    if not service.question_port:
-        return "add [service] question_port = 6852, here and on the controller"
+    if not port:
+        return "add [expert] question_port = 6852, here and on the controller"
     hosts = [address.rpartition(":")[0] for address in addresses.split(",") if address.startswith("tcp://")]
     if not hosts:
         return 'add [agent] service = "tcp://CONTROLLER:6850"'
     path = keys / f"{SERVICE}{PUBLIC}"
     if not os.access(path, os.R_OK):
         return f"copy the controller's {path} to this host, which all may read"
-    return missing() or RemoteService(tuple(f"{host}:{service.question_port}" for host in hosts), public_key(path))
+    return missing() or RemoteService(tuple(f"{host}:{port}" for host in hosts), public_key(path))
 
 
 def moment(text: str, now_s: float, option: str) -> float:

@@ -70,8 +70,8 @@ RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
 TIDY_PERIOD_S, COLLECT_PERIOD_S, DAY_S = 60.0, 600.0, 86400.0
 FIXED_KEYS = (
-    *(("service", key) for key in ("bind", "store", "keys", "gateway", "metrics", "question_port")),
-    *(("expert", key) for key in ("jobs_socket", "watchdog_grace_s")),
+    *(("service", key) for key in ("bind", "store", "keys", "gateway", "metrics")),
+    *(("expert", key) for key in ("jobs_socket", "question_port", "watchdog_grace_s")),
 )
 """Keys that are read at the start only."""
 UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"

@@ -106,9 +106,10 @@ def serve(settings: Settings, config: Path, *, once: bool, seed: int | None) -> 
 
         hub.on_ask = answer
         stack.callback(owners.close)
-        if table.question_port:
+        if settings.expert.question_port:
+            interface = table.bind.rpartition(":")[0]  # that of the agents' link
             port = QuestionPort(
-                f"{table.bind.rpartition(':')[0]}:{table.question_port}",  # on the interface of the agents' link
+                f"{interface}:{settings.expert.question_port}",
                 service_pair(Path(table.keys)),
                 lambda uid, line: owners.of_credential(uid, line) if loop.acting else None,
                 clock,

@@ -84,7 +84,7 @@ class QuestionPort:
                     while not self._ended.is_set() and self._clock.monotonic() < end_s and self._serve(link):
                         pass
             except zmq.ZMQError as error:
-                log.warning("[service] question_port: %s: %s", self._address, error.strerror)
+                log.warning("[expert] question_port: %s: %s", self._address, error.strerror)
                 self._ended.wait(60.0)
 
     @contextmanager

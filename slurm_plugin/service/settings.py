@@ -69,15 +69,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
             "another host may ask for users with a job there"
         ),
     ] = ()
-    question_port: Annotated[
-        int,
-        Meta(
-            description="Port of the service at which users of hosts without an agent or relay ask, with munge or a "
-            "token of Slurm, such as 6852; 0: none",
-            ge=0,
-            le=65535,
-        ),
-    ] = 0
     metrics: Annotated[
         str,
         Meta(

@@ -36,8 +36,8 @@ REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
 ONE_EACH = (
-    *(("service", key) for key in ("bind", "store", "metrics", "question_port")),
-    ("expert", "jobs_socket"),
+    *(("service", key) for key in ("bind", "store", "metrics")),
+    *(("expert", key) for key in ("jobs_socket", "question_port")),
 )
 """Keys in which two services of one machine must differ."""
 MAX_NAMED = 4

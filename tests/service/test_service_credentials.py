@@ -209,18 +209,18 @@ def test_a_service_on_standby_leaves_the_answer_to_the_other(programs: Path) -> 
 
 
 def test_the_command_says_which_line_is_missing(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(service: str, agent: str = "") -> str:
+    def said(expert: str, agent: str = "") -> str:
         config = programs / "cadenza.toml"
         config.write_text(
-            f'[service]\nstore = "{programs}/none.db"\n{service}\n[agent]\nkeys = "{programs}/keys"\n{agent}\n'
-            f'[expert]\nsocket = "{programs}/agent.sock"\njobs_socket = "{programs}/none.sock"\n'
+            f'[service]\nstore = "{programs}/none.db"\n[agent]\nkeys = "{programs}/keys"\n{agent}\n'
+            f'[expert]\nsocket = "{programs}/agent.sock"\njobs_socket = "{programs}/none.sock"\n{expert}\n'
         )
         result = CliRunner().invoke(main, ["why", "1", "--config", str(config)])
         assert result.exit_code == 3
         return result.stderr
 
     port, agent = "question_port = 9", 'service = "tcp://127.0.0.1:6850"'
-    assert "add [service] question_port = 6852, here and on the controller" in said("")
+    assert "add [expert] question_port = 6852, here and on the controller" in said("")
     assert 'add [agent] service = "tcp://CONTROLLER:6850"' in said(port)
     assert f"copy the controller's {programs}/keys/service.key" in said(port, agent)
     curve_keys.make_keys(programs / "keys", ())
