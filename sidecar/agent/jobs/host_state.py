@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
@@ -318,26 +320,36 @@ class Host:
         )
 
     def lease_report(self, lease: Lease) -> orders.LeaseReport:
-        """Return the report of one job."""
+        """Return the report of one job; of one that is left alone the agent's own figures, none of the job's."""
         now, run = self.clock.now(), self.run(lease.key)
-        if run.fault:
-            return self._plain_report(lease, now, run.fault)
-        reason = run.not_ready_reason(lease, self.clock.monotonic())
-        counters = run.telemetry
-        return orders.LeaseReport(
+        plain = orders.LeaseReport(
             job=lease.job,
             restart=lease.restart,
             uid=lease.uid,
-            node=lease.node,
+            node=printable(lease.node, MAX_NAME),
             gpus=lease.gpus,
             state=lease.state,
             managed=lease.managed,
-            vtime_s=lease.vtime(now),
+            vtime_s=0.0,
             held_s=lease.held_s(now),
             since_s=lease.since_s,
+            ranks=0,
+            world_size=0,
+            hosts=lease.hosts,
+            ready=False,
+            why_not_ready=run.fault,
+            note=run.fault,
+            pack=lease.pack,
+        )
+        if run.fault:
+            return plain
+        reason = run.not_ready_reason(lease, self.clock.monotonic())
+        counters = run.telemetry
+        return msgspec.structs.replace(
+            plain,
+            vtime_s=lease.vtime(now),
             ranks=len(run.connected),
             world_size=run.world_size,
-            hosts=lease.hosts,
             ready=reason is None,
             why_not_ready=printable(reason or "", MAX_TEXT),
             step=counters.step,
@@ -357,7 +369,6 @@ class Host:
             stalls=run.stalls(self.clock.monotonic()),
             lost=printable(run.lost or run.failed, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
-            pack=lease.pack,
             refusals=run.refusals,
             unyielding=""
             if run.unable_reason(lease)
@@ -367,28 +378,6 @@ class Host:
             late=lease.unasked,
             early=printable(lease.early, MAX_TEXT),
             no_room="" if lease.occupying else printable(run.no_room or self.awaits_memory(lease), MAX_TEXT),
-        )
-
-    def _plain_report(self, lease: Lease, now: float, fault: str) -> orders.LeaseReport:
-        """Return the report of a job that is left alone: the agent's own figures, none of the job's."""
-        return orders.LeaseReport(
-            job=lease.job,
-            restart=lease.restart,
-            uid=lease.uid,
-            node=printable(lease.node, MAX_NAME),
-            gpus=lease.gpus,
-            state=lease.state,
-            managed=lease.managed,
-            vtime_s=0.0,
-            held_s=lease.held_s(now),
-            since_s=lease.since_s,
-            ranks=0,
-            world_size=0,
-            hosts=lease.hosts,
-            ready=False,
-            why_not_ready=fault,
-            note=fault,
-            pack=lease.pack,
         )
 
 
