@@ -31,7 +31,9 @@ class VirtualSite(Site):
 
     def up(self) -> None:
         self._on_host("systemctl", "is-system-running", "--wait", check=False)
-        for name, text in slurm_files("cgroup/v2").items():
+        files = slurm_files("cgroup/v2")
+        files["slurm.conf"] += "MessageTimeout=100\n"  # after 10 s Slurm would give up, in emulation too soon
+        for name, text in files.items():
             self._machine.put(f"{SLURM}/{name}", text)
         machines = ("ctl", *HOSTS)
         self._on_host("systemctl", "start", *(f"machine@{machine}" for machine in machines))
