@@ -187,10 +187,13 @@ def _alone(state: RoundState) -> dict[JobKey, Lease]:
         return found
     gpus = [gpu for job in state.jobs.leased if job.lease is not None for gpu in job.lease.gpus]
     by_gpu = state.jobs.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
+    # A job of several hosts may get GPUs of others on those that have not reported it yet.
+    wide = [job for job in state.jobs.leased if job.num_nodes > 1]
+    known = not state.memory.sharing.debts and not any(_unreported_hosts(job, state) for job in wide)
     stopping, packed = state.who.stopping, state.who.packed
     for key, job in state.jobs.ours.items():
         lease = job.lease
-        if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
+        if lease is not None and lease.state == "held" and job.state == "RUNNING" and (job.num_nodes == 1 or known):
             stays = not (lease.exclusive or lease.late or key in stopping or key in packed)
             if stays and (by_gpu is None or all(len(by_gpu[gpu]) == 1 for gpu in lease.gpus)):
                 found[key] = lease
@@ -224,7 +227,7 @@ def _contender(job: Job, priority: int, state: RoundState, partners: frozenset[J
     managed, first = state.settings.manages(job), state.where.further.isdisjoint(job.nodes)
     return Contender(
         key=job.key,
-        gpus=frozenset(lease.gpus) | _unreported_gpus(job, lease, state),
+        gpus=frozenset(lease.gpus) | _unreported_gpus(job, state),
         user=job.user,
         state=lease.state,
         priority=priority,
@@ -240,21 +243,23 @@ def _contender(job: Job, priority: int, state: RoundState, partners: frozenset[J
     )
 
 
-def _unreported_gpus(job: Job, lease: Lease, state: RoundState) -> frozenset[Gpu]:
+def _unreported_gpus(job: Job, state: RoundState) -> frozenset[Gpu]:
     """Return the GPUs of a job of several hosts where no step of it has come yet: the lowest free ones of its lane.
 
     Slurm's snapshot does not name the GPUs of a job, and of each node it gives the lowest that are free there. The
     script may begin on any of its hosts. Two such jobs that begin on different hosts would each get the GPUs that
     the other one lacks, and neither could start or be stopped.
     """
-    if job.num_nodes == 1:
-        return frozenset()
-    reported, host_of = {gpu.host for gpu in lease.gpus}, state.snapshot.host_of
-    if all(host_of.get(name) in reported for name in job.nodes):
-        return frozenset()
-    here = [state.where.by_node.get(name) for name in job.nodes]
-    missing = [host for host in here if host is not None and host.name not in reported and job.key in host.residents]
+    names = _unreported_hosts(job, state) if job.num_nodes > 1 else ()
+    here = [state.where.by_node.get(name) for name in names]
+    missing = [host for host in here if host is not None and job.key in host.residents]
     return frozenset(Gpu(host.name, index) for host in missing for index in host.expected_gpus(job.key))
+
+
+def _unreported_hosts(job: Job, state: RoundState) -> list[str]:
+    """Return the nodes of a job on hosts whose GPUs its lease does not name."""
+    reported, host_of = {gpu.host for gpu in job.leased_gpus}, state.snapshot.host_of
+    return [name for name in job.nodes if host_of.get(name) not in reported]
 
 
 def _halves(state: RoundState) -> list[Yield]:
