@@ -81,24 +81,6 @@ def static_need(profile: Profile | None, kinds: Sequence[Server], gpus: int) -> 
     return Need(max((need.cpus for need in needs), default=0), max((need.memory_mb for need in needs), default=0))
 
 
-def best_speed(profile: Profile | None, server: Server, gpus: int) -> float:
-    """Return the speed that Synergy's simulator gives a job that holds ``best_need``; 1 without a profile.
-
-    The profile's best speed; where the demand was clipped to one server, on the line in CPUs between the proportional
-    share (speed 1) and the best case; 1 for a clipped job with more GPUs than a server.
-    """
-    if profile is None:
-        return 1.0
-    cpus, memory_mb = profile.best.cpus * gpus, profile.best.memory_gb * gpus * MB_PER_GB
-    if cpus <= server.cpus + TOLERANCE and memory_mb <= server.memory_mb + TOLERANCE:
-        return profile.best_speed
-    fair_cpus = gpus * server.cpus / server.gpus
-    if gpus > server.gpus or cpus <= fair_cpus:
-        return 1.0
-    held = best_need(profile, server, gpus).cpus
-    return 1.0 + (profile.best_speed - 1.0) * (held - fair_cpus) / (cpus - fair_cpus)
-
-
 class JobDemands:
     """The asks of one round; jobs with the same profile, GPUs and GPU type share one."""
 

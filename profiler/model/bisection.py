@@ -31,11 +31,6 @@ def next_point(grid: Sequence[float], times: Mapping[float, float]) -> float | N
     return _within(grid, times, 0, len(grid) - 1)
 
 
-def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
-    """Search the whole grid, from the most CPUs down."""
-    return next((cpus for cpus in reversed(grid) if cpus not in times), None)
-
-
 def _within(grid: Sequence[float], times: Mapping[float, float], low: int, high: int) -> float | None:
     """Return the next point between two measured ones, or None."""
     slow, fast = times[grid[low]], times[grid[high]]

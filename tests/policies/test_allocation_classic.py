@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cadenza.policies.allocation.demand import Need, best_need, best_speed
+from cadenza.policies.allocation.demand import Need, best_need
 from cadenza.policies.allocation.drf import drf
 from cadenza.policies.allocation.greedy import greedy
 from cadenza.policies.allocation.ilp import ilp1
@@ -20,6 +20,7 @@ from cadenza.policies.as_published.tune_coded import tune_coded
 from cadenza.policies.core.model import Job, JobKey, Placement, Progress, Share
 from cadenza.policies.core.profile import Demand, Profile
 from cadenza.policies.inputs.published import synergy_profiles
+from cadenza.policies.simulator.job import best_or_one
 
 GB = 1024
 REFERENCE = Server("", 8, 24, 500 * GB)
@@ -72,12 +73,17 @@ def test_the_best_case_is_clipped_to_one_server(per_gpu, gpus, need):
 
 
 def test_a_clipped_speed_lies_between_proportional_and_best():
-    profile = model(12, 125, speed=2.94)
-    assert best_speed(profile, REFERENCE, 2) == 2.94
-    assert best_speed(profile, REFERENCE, 4) == pytest.approx(1 + 1.94 * (24 - 12) / (48 - 12))
-    assert best_speed(profile, REFERENCE, 8) == pytest.approx(1.0)
-    assert best_speed(profile, REFERENCE, 16) == 1.0
-    assert best_speed(None, REFERENCE, 1) == 1.0
+    profile, fair = model(12, 125, speed=2.94), (REFERENCE.cpus / REFERENCE.gpus, REFERENCE.memory_mb / REFERENCE.gpus)
+
+    def speed(gpus: int) -> float:
+        need = best_need(profile, REFERENCE, gpus)
+        return best_or_one(profile, (Share("n", gpus, need.cpus, need.memory_mb),), gpus, fair)
+
+    assert speed(2) == 2.94
+    assert speed(4) == pytest.approx(1 + 1.94 * (24 - 12) / (48 - 12))
+    assert speed(8) == pytest.approx(1.0)
+    assert speed(16) == 1.0
+    assert best_or_one(None, (), 1, fair) == 1.0
 
 
 # --- proportional ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,11 +22,15 @@ from cadenza.profiler.measure.pairs import COLUMNS, Side, measure
 from cadenza.profiler.measure.point import Rule, disturbed, slowest
 from cadenza.profiler.measure.reaper import marked
 from cadenza.profiler.model.batch_means import Window
-from cadenza.profiler.model.bisection import every
 from cadenza.sidecar.agent.ipc.pages import PageRecord
 from cadenza.sidecar.clock import SystemClock
 
 STEPS = Path(__file__).with_name("steps.py")
+
+
+def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
+    """Search the whole grid, from the most CPUs down."""
+    return next((cpus for cpus in reversed(grid) if cpus not in times), None)
 
 
 def test_a_cgroup_stays_within_its_callers_limits(tmp_path):
