@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -160,10 +162,10 @@ def settings_page() -> str:
 
 
 def commands_page() -> str:
-    """Return the reference of all commands."""
-    from cadenza.slurm_plugin.cli.reference import markdown  # noqa: PLC0415 (only at build time)
-
-    return markdown().replace("# Commands\n", COMMANDS_HEAD, 1)
+    """Return the reference of all commands, as the command line itself prints it."""
+    words = (sys.executable, "-m", "cadenza.slurm_plugin.cli.reference")
+    text = subprocess.run(words, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
+    return text.replace("# Commands\n", COMMANDS_HEAD, 1)
 
 
 def policies_page() -> str:
