@@ -6,7 +6,7 @@ from bisect import bisect_right
 from math import inf
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, attained_service, progress_of
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival
 
 THRESHOLDS = (600.0, 3_600.0, 14_400.0, 57_600.0, 230_400.0, 921_600.0, 3_686_400.0)
 """Attained GPU seconds at which a job leaves each level but the last.
@@ -32,8 +32,9 @@ def leaves_level_s(job: Job, now_s: float) -> float:
 
     Seconds, on the clock of ``now_s``.
     """
-    if not progress_of(job).running or not job.gpus:
+    progress = job.progress
+    if progress is None or not progress.running or not job.gpus:
         return inf
-    service_s = attained_service(job, now_s)
+    service_s = progress.attained(now_s) * job.gpus
     reached = level_of(service_s)
     return inf if reached == len(THRESHOLDS) else now_s + (THRESHOLDS[reached] - service_s) / job.gpus

@@ -51,7 +51,7 @@ class Relocation:
     def of(cls, snapshot: ClusterSnapshot, memory: Memory) -> Relocation:
         """Return the next step of each move, and the snapshot as a policy sees it."""
         snapshot = marked_unrestored(snapshot, memory.unrestored)
-        under_way = (move for move in memory.moves if not isinstance(move.phase, Over))
+        under_way = [move for move in memory.moves if not isinstance(move.phase, Over)]
         going = {move.job.id: relocating for move in under_way if (relocating := _relocating(move)) is not None}
         jobs = [
             _marked(job, going.get(job.key.id))
@@ -61,7 +61,7 @@ class Relocation:
         ]
         unchanged = all(map(is_, jobs, snapshot.jobs))
         advanced = [advance(move, snapshot, memory) for move in memory.moves]
-        steps = leaving_together(memory.moves, advanced, snapshot)
+        steps = leaving_together(memory.moves, advanced, snapshot) if under_way else tuple(advanced)
         return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
 
     def join(self, decision: Decision, *, prefetch: bool) -> Decision:
@@ -78,6 +78,9 @@ class Relocation:
             wanted += self._saving_first(action, moves, decision.memory, leaves, refused)
         if not (self.steps or leaves or refused or any(isinstance(action, Migrate | Resize) for action in wanted)):
             return decision
+        rests = all(step.move is not None and step.move.over and step.action is None for step in self.steps)
+        if rests and not decision.actions and tuple(moves.values()) == decision.memory.moves:
+            return replace(decision, reasons=Sentences(lambda: self._sentences(decision.reasons, (), {})))
         # 2. Jobs on their way are left to their moves; one that cannot be stopped yet goes on taking turns, or it would
         #    never come to a stop.
         busy = {number for number, move in moves.items() if not move.over}

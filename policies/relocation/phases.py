@@ -190,9 +190,11 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Return the next step of a move (pure)."""
     if move.job.id not in snapshot.by_id:
         return Step(None)  # it has ended, or its owner has cancelled it
+    if isinstance(move.phase, Over) and not move.phase.saved_s and not move.shares:
+        return Step(move)  # nearly all
     age_s = snapshot.time_s - move.phase.since_s
     match move.phase:
-        case Over() as phase:  # nearly all
+        case Over() as phase:
             step = _over(move, phase, snapshot, memory)
         case Wanted():
             step = _wanted(move, snapshot, age_s)
@@ -350,8 +352,6 @@ def _leaving(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 
 def _over(move: Move, phase: Over, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Keep an outcome while the job lives, and complete its cost; no later requeue may stay pinned to nodes of ours."""
-    if not phase.saved_s and not move.shares:
-        return Step(move)
     job = snapshot.by_id.get(move.job.id)
     starts = job.key.restart - move.job.restart if job is not None else 0
     if phase.saved_s and job is not None and starts == 1 and job.start_s is not None:

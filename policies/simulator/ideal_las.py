@@ -39,7 +39,8 @@ def ideal_las(jobs: Sequence[TraceJob], gpus: int) -> list[float]:
                 break
         # 2. Until the next arrival, the next end, or the next look at the order.
         until_s = ordered[arrived].submit_s if arrived < len(ordered) else inf
-        until_s = min([until_s, *(now_s + left[job] for _, job in going)])
+        if going:
+            until_s = min(until_s, now_s + min([left[job] for _, job in going]))
         passed_s = (min(until_s, now_s + QUANTUM_S) if waiting else until_s) - now_s
         now_s += passed_s
         for attained, job in going:

@@ -69,6 +69,8 @@ class Multifactor:
         """Usage of each user by account."""
         for person in sorted(set(people)):
             self._users.setdefault(person.account, {})[person] = _Usage(rules.half_life_s)
+        self._shares = {name: rules.accounts.get(name, Account()).share for name in self._users}
+        self._names = {person: f"{person.account}/{person.user}" for person in set(people)}
         self._factors: dict[Person, float] = {}
         self._levels: dict[str, float] = {}
         self._cpus, self._nodes = sum(node.cpus for node in nodes) or 1, len(nodes) or 1
@@ -88,10 +90,12 @@ class Multifactor:
 
     def value(self, job: Facts, eligible_s: float, now_s: float, site_factor: int) -> int:
         """Return a job's priority: the sum of its weighted factors, less nice."""
-        weights, rules = self.rules.weights, self.rules
-        age, fair = max(now_s - eligible_s, 0.0) / rules.max_age_s, self._factors.get(job.person, 1.0)
-        found = weights.age * min(age, 1.0) + weights.fairshare * fair + job.of_size + job.of_qos + job.of_partition
-        return max(int(found) + site_factor - job.nice, LEAST)
+        weights, waited_s, longest_s = self.rules.weights, now_s - eligible_s, self.rules.max_age_s
+        age = 0.0 if waited_s <= 0.0 else waited_s / longest_s if waited_s < longest_s else 1.0
+        fair = self._factors.get(job.person, 1.0)
+        found = weights.age * age + weights.fairshare * fair + job.of_size + job.of_qos + job.of_partition
+        priority = int(found) + site_factor - job.nice
+        return priority if priority > LEAST else LEAST  # noqa: FURB136 - max() takes longer, and this is done for all
 
     # --- Usage and fair share --------------------------------------------------------------------------
 
@@ -117,9 +121,8 @@ class Multifactor:
 
         LevelFS is a share over usage, both among siblings; the first of N users has the factor 1, the last 1 / N.
         """
-        shares = {name: self.rules.accounts.get(name, Account()).share for name in self._users}
-        used = {name: sum(one.gpu_s for one in users.values()) for name, users in self._users.items()}
-        levels = _levels(shares, used)
+        used = {name: sum([one.gpu_s for one in users.values()]) for name, users in self._users.items()}
+        levels = _levels(self._shares, used)
         self._levels = {name: min(level, MOST_LEVEL) for name, level in levels.items()}
         count = left = sum(map(len, self._users.values()))
         self._factors = {}
@@ -129,7 +132,8 @@ class Multifactor:
             for account in tied:
                 users = {person: usage.gpu_s for person, usage in self._users[account].items()}
                 people.update(_levels(dict.fromkeys(users, 1.0), users))
-            self._levels.update({f"{one.account}/{one.user}": min(level, MOST_LEVEL) for one, level in people.items()})
+            for one, level in people.items():
+                self._levels[self._names[one]] = min(MOST_LEVEL, level)
             for alike in _by_level(people):
                 self._factors.update(dict.fromkeys(alike, left / count))
                 left -= len(alike)
@@ -160,4 +164,4 @@ def _by_level(levels: dict[T, float]) -> list[list[T]]:
     found: dict[float, list[T]] = {}
     for one, level in levels.items():
         found.setdefault(level, []).append(one)
-    return [found[level] for level in sorted(found, reverse=True)]
+    return [found[level] for level in sorted(found, reverse=True)] if len(found) > 1 else list(found.values())

@@ -110,6 +110,8 @@ class Scheduler:
             one.gpus_per_user is not None for one in rules.qos.values()
         )
         """True if an account or a QOS has a limit."""
+        self._bounded = self.limited
+        """True if some job may wait for a limit."""
         self._later: list[tuple[float, int, QueuedJob]] = []
         """Jobs that wait for their begin time."""
         self.running: dict[QueuedJob, tuple[float, Shares]] = {}
@@ -143,6 +145,7 @@ class Scheduler:
 
     def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
         """Queue a job, from ``delay_s`` on; its age begins then."""
+        self._bounded |= job.array_limit is not None or bool(job.licenses)
         job.begin_s = job.eligible_s = now_s + delay_s
         self._number(job)
         if delay_s > 0:
@@ -383,7 +386,7 @@ class Scheduler:
         for job in self._heads():
             if not left:
                 break
-            if job.partition in blocked or self.limit(job):
+            if job.partition in blocked or (self._bounded and self.limit(job)):
                 continue
             if spot := self._place(job, left):
                 self._start(job, spot)
@@ -421,7 +424,8 @@ class Scheduler:
         reservation. A job at a limit is not looked at.
         """
         plan = Pass(now_s, self.open, self.backfill)
-        tested = list(islice((job for job in self.queue if not self.limit(job)), self.backfill.max_jobs))
+        free = (job for job in self.queue if not self.limit(job)) if self._bounded else self.queue
+        tested = list(islice(free, self.backfill.max_jobs))
         room = _RoomNow(plan, tested, self.running, self._place)
         last = room.last_before(len(tested))
         reserved, most = 0, self.backfill.reservations
@@ -430,7 +434,7 @@ class Scheduler:
                 break
             if most is not None and reserved >= most and not room.has(job):
                 continue
-            if self.limit(job):
+            if self._bounded and self.limit(job):
                 continue
             start_s, spot = plan.earliest(job, self._ends(now_s))
             if spot and start_s <= now_s:
@@ -466,7 +470,7 @@ class Scheduler:
         self._stale = False
         first = dict.fromkeys(self.nodes_of, "Resources")
         for job in self.queue:
-            reason = self.limit(job) if self.limited or job.array_limit is not None or job.licenses else ""
+            reason = self.limit(job) if self._bounded else ""
             if not reason and job.looked:
                 reason = first[job.partition]
                 if not job.pins:

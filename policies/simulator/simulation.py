@@ -80,8 +80,9 @@ class _Run:
                 self._rounds_now(decide, happened=happened)
             if progress is not None:
                 progress(self.world.now_s, len(self.world.ended))
-            idle_rounds = idle_rounds + 1 if self.world.next_event_s == inf else 0
-            time_s = self._next_round()
+            event_s = self.world.next_event_s
+            idle_rounds = idle_rounds + 1 if event_s == inf else 0
+            time_s = self._next_round(event_s)
         return self._result(self.stopwatch() - started if self.stopwatch is not None else 0.0)
 
     def _rounds_now(self, decide: Decide, *, happened: bool) -> None:
@@ -112,12 +113,17 @@ class _Run:
             return inf
         return time_s if self.setup.rounds_on_events else first + max(ceil((time_s - first) / every), 0) * every
 
-    def _next_round(self) -> float:
+    def _next_round(self, event_s: float) -> float:
         """Return the time to look next: a round's, or an event's; without a job there is nothing to decide."""
-        event_s = self.world.next_event_s
         if not self.world.live:
             after = self._due_s = self._round_at(event_s)
         else:
+            # Rounds before the next event that decide nothing are only counted.
+            skips = self.setup.skip and event_s < inf
+            last_s = min(event_s, self._quiet_until_s, self.setup.horizon_s or inf) if skips else 0.0
+            while self._due_s < last_s:
+                self.rounds += 1
+                self._due_s += self.setup.round_s
             after = min(self._due_s, self.world.next_save_s)  # a job stands still from there on
             if self.setup.rounds_on_events:
                 after = min(after, event_s)

@@ -638,7 +638,10 @@ class World:
         found = narrowest(asked, idle)
         if not found:
             return 0.0
-        # 3. Hosts on which one of them fits.
+        # 3. Hosts on which one of them fits; full ones only tell how many hosts a wide job needs.
+        least = min(node.gpus for node, _ in idle_on) if max(found.values()) > 1 else 1
+        if max(found.values()) <= least:
+            idle_on = [(node, free) for node, free in idle_on if free]
         hosts = [HostGpus(node.gpus, free, node.partitions, node.gpu_type, node.name) for node, free in idle_on]
         return float(idle_waiting_gpus(hosts, found))
 

@@ -94,13 +94,17 @@ class Future:
         self._order = sorted((max(end_s, now_s + 1), shares, number) for number, (end_s, shares) in enumerate(running))
         self._count = len(self._order)
         self.ends_s = [end_s for end_s, _, _ in self._order]
-        self.nodes = [bits_of(at for at, _ in shares) for _, shares, _ in self._order]
+        self.nodes = [
+            1 << shares[0][0] if len(shares) == 1 else bits_of(at for at, _ in shares) for _, shares, _ in self._order
+        ]
         """By job in the order of their ends: its nodes, as bits."""
         self._there: dict[int, list[tuple[Ended, Amount]]] = {}
         """By node: the jobs there in the order of their ends, and what they have."""
         for ended in self._order:
             for at, amount in ended[1]:
                 self._there.setdefault(at, []).append((ended, amount))
+        self._base: Future | None = None
+        """The one that this is an unchanged copy of."""
         self._steps: dict[Amount, _Steps] = {}
         self._within: dict[int, tuple[list[int], list[float]]] = {}
         """By the nodes that a job may have: the positions of the jobs there, and their ends."""
@@ -117,6 +121,7 @@ class Future:
     def copy(self) -> Future:
         """Return another one that jobs start and leave in."""
         other = Future(self.now_s, (), (), self._lanes)
+        other._base = self
         other._free, other._order, other._count = self._free[:], self._order[:], self._count
         other.ends_s, other.nodes, other._there = self.ends_s[:], self.nodes[:], self._there.copy()
         other._steps = {need: steps.copy() for need, steps in self._steps.items()}
@@ -164,6 +169,7 @@ class Future:
 
     def _refit(self, shares: Shares) -> None:
         """Note that nodes have another room than before."""
+        self._base = None
         self._on.clear()
         for need, steps in self._steps.items():
             for at, _ in shares:
@@ -194,7 +200,11 @@ class Future:
         if found is None:
             if len(self._steps) == MOST_NEEDS:
                 self._steps.clear()
-            found = self._steps[need] = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
+            if self._base is not None:
+                found = self._base._steps_of(need).copy()  # noqa: SLF001 - another one of the class
+            else:
+                found = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
+            self._steps[need] = found
         return found
 
     def _first_fit(self, at: int, need: Amount) -> Ended | None:
@@ -252,8 +262,11 @@ class _Steps:
         self._at = [at for _, at in found]
         self._until = [0]
         """The nodes, as bits, of the first ends: of so many times the stride."""
-        for _ in range(len(found) // self._stride):
-            self._keep_more()
+        nodes = 0
+        for count, at in enumerate(self._at, 1):
+            nodes |= 1 << at
+            if count % self._stride == 0:
+                self._until.append(nodes)
 
     def copy(self) -> _Steps:
         """Return another one that changes by itself."""

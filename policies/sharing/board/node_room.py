@@ -112,6 +112,8 @@ class NodeRoom:
 
     def fits(self, request: NodeRequest, names: Iterable[str]) -> tuple[str, ...]:
         """Return nodes that are free for a job now or soon; empty if there are too few."""
+        if not self._idle:
+            return ()
         gpus, cpus, memory_mb = request.each
         if sum(1 for name in self._idle if fits(request.each, self.free[name])) < request.nodes:
             return ()

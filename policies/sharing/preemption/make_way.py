@@ -74,11 +74,13 @@ def _walk_through(state: RoundState, queue: list[Job]) -> None:
         for job in (state.jobs.ours.values() if looks else ())
         if standings.quantum_left_s(job) <= 0.0 and standings.can_leave(job)
     ]
+    making_way = state.where.making_way  # Slurm has their GPUs back soon, as those of jobs that end
     placed = [job for job in state.jobs.started if job.nodes]
-    leaving = [job for job in placed if _leaves(job, state)]
+    leaving = [job for job in placed if job.state == "OTHER" or job.key.id in making_way]
+    staying = (job for job in placed if job.state != "OTHER" and job.key.id not in making_way)
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
-    nodes = RoundNodes(room, (job for job in placed if not _leaves(job, state)), state.now_s)
+    nodes = RoundNodes(room, staying, state.now_s)
     walk = _Walk(room, nodes, standings, state)
     last = max((number for number, job in enumerate(queue) if walk.hopes(job)), default=-1)
     for number, job in enumerate(queue):
@@ -98,11 +100,6 @@ def _walk_through(state: RoundState, queue: list[Job]) -> None:
     if walk.ways:
         tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
         state.memory = replace(state.memory, made_way=dict(sorted(tried.items())))
-
-
-def _leaves(job: Job, state: RoundState) -> bool:
-    """Return True for a job whose GPUs Slurm has back soon: it ends, or makes way already."""
-    return job.state == "OTHER" or job.key.id in state.where.making_way
 
 
 @dataclass(slots=True)

@@ -49,11 +49,12 @@ class RoundNodes:
     def running(self) -> Mapping[JobKey, tuple[float, Shares]]:
         """Return when Slurm ends each started job at the latest, and what it has."""
         found: dict[JobKey, tuple[float, Shares]] = {}
+        at, now_s = self.at, self.now_s
         for job in self._jobs:
             if job.nodes and job.state in ("RUNNING", "SUSPENDED"):
-                ran_s = job.run_s if job.run_s is not None else self.now_s - (job.start_s or self.now_s)
-                shares = ((self.at[name], amount) for name, amount in job.amounts.items() if name in self.at)
-                found[job.key] = self.now_s + max(limit_s(job) - ran_s, 0.0), tuple(shares)
+                ran_s = job.run_s if job.run_s is not None else now_s - (job.start_s or now_s)
+                shares = [(at[name], amount) for name, amount in job.amounts.items() if name in at]
+                found[job.key] = now_s + max(limit_s(job) - ran_s, 0.0), tuple(shares)
         return found
 
     @cached_property

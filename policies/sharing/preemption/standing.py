@@ -61,7 +61,7 @@ class Standings:
         self.state = state
         self.now_s = state.now_s
         self.site: SiteRules = state.snapshot.site
-        self.moves: Mapping[int, Move] = {move.job.id: move for move in state.memory.moves}
+        self.moves: Mapping[int, Move] = state.last_moves
         self._levels: dict[JobKey, int] = {}
         self._claims: dict[JobKey, tuple[Job, int]] = {}
         self._quantum_left_s: dict[JobKey, float] = {}

@@ -14,6 +14,7 @@ from cadenza.policies.core.actions import Migrate, Resize, Resume, Unpack, Yield
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.idle_gpus import HOLDING
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Progress, Share
+from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
 from cadenza.policies.sharing.board.board import Board
@@ -181,6 +182,11 @@ class RoundState:
             snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=settings.shares, ended=memory.ended
         )
         return {job.key: rank for rank, job in enumerate(self.jobs.order(queue).jobs)}
+
+    @cached_property
+    def last_moves(self) -> Mapping[int, Move]:
+        """Return the last move of each job that had one, by job id."""
+        return {move.job.id: move for move in self.memory.moves}
 
     @cached_property
     def managed(self) -> list[tuple[Job, Lease]]:
