@@ -20,7 +20,7 @@ def gpu_names(gpus: Iterable[Gpu]) -> str:
     hosts: dict[str, list[int]] = {}
     for host, index in ordered:
         hosts.setdefault(host, []).append(index)
-    return " ".join(f"{host}:gpu{_ranges(indices)}" for host, indices in hosts.items()) or "no GPU"
+    return " ".join(f"{host}:gpu{ranges(indices)}" for host, indices in hosts.items()) or "no GPU"
 
 
 def job_names(keys: Iterable[JobKey]) -> str:
@@ -65,11 +65,16 @@ def lost_text(lease: Lease, *, requeueable: bool) -> str:
     return f"cannot go on, {how}: {lease.lost}"
 
 
-def _ranges(indices: Sequence[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as a list of ranges, as the kernel writes it.
+
+    >>> ranges([8, 0, 2, 1])
+    '0-2,8'
+    """
     runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            runs.append([index, index])
+            runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from cadenza.policies.core.text import ranges
 from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.ipc.cgroup_paths import Groups
 from cadenza.sidecar.agent.ipc.processes import text_of
@@ -27,7 +28,7 @@ from cadenza.sidecar.agent.tuning.limits import (
     rebind,
 )
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant
-from cadenza.sidecar.agent.tuning.topology import listed, parse
+from cadenza.sidecar.agent.tuning.topology import parse
 
 SHARES = 1024
 """The weight of one task outside of any group."""
@@ -93,7 +94,7 @@ class CgroupV1:
         # A new cpuset has neither CPUs nor memory nodes, and takes no process before it has both (cpusets.rst).
         if not text_of(folder / "cpuset.mems"):
             put(folder / "cpuset.mems", text_of(folder.parent / "cpuset.mems"))
-        put(folder / "cpuset.cpus", listed(cpus))
+        put(folder / "cpuset.cpus", ranges(cpus))
         _move(folder, pids, self._pids)
         rebind(pids, cpus, masks)
         self._given = cpus

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cadenza.policies.core.text import ranges
 from cadenza.sidecar.agent.ipc.cgroup_paths import below
 from cadenza.sidecar.agent.ipc.processes import text_of
 from cadenza.sidecar.agent.tuning.limits import (
@@ -22,7 +23,7 @@ from cadenza.sidecar.agent.tuning.limits import (
     rebind,
 )
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant
-from cadenza.sidecar.agent.tuning.topology import listed, parse
+from cadenza.sidecar.agent.tuning.topology import parse
 
 BURST = "cpu.max.burst"
 FILES = ("cpuset.cpus", "cpu.max", BURST, "cpu.weight", "memory.high", "memory.max")
@@ -76,7 +77,7 @@ class CgroupV2:
             path = folder / "cpuset.cpus"
             has = parse(text_of(path))
             if has != cpus and (folder == self._job or (has and has in earlier)):
-                put(path, listed(cpus))
+                put(path, ranges(cpus))
         masks = {self.own or self._all, self._given or self._all}
         self._given = cpus
         rebind(self._pids(), cpus or self._all, masks)

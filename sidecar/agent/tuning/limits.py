@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from cadenza.policies.core.text import ranges
 from cadenza.sidecar.agent.errors import AgentError
 from cadenza.sidecar.agent.ipc.processes import text_of
 from cadenza.sidecar.agent.tuning.planner import Grant
-from cadenza.sidecar.agent.tuning.topology import listed, parse
+from cadenza.sidecar.agent.tuning.topology import parse
 
 PERIOD_US = 100_000
 MB = 1 << 20
@@ -105,7 +106,7 @@ class Affinity:
 
     def __init__(self, pids: Pids, saved: Saved, before: frozenset[int], everywhere: frozenset[int]) -> None:
         self._pids = pids
-        self._first = parse(saved.setdefault("affinity", listed(before)))
+        self._first = parse(saved.setdefault("affinity", ranges(before)))
         self.own = frozenset() if self._first == everywhere else self._first
         self._given = parse(saved.get("given", "")) or self._first
         self._saved = saved
@@ -123,4 +124,4 @@ class Affinity:
     def _bind(self, cpus: frozenset[int]) -> None:
         rebind(self._pids(), cpus, {self._first, self._given})
         self._given = cpus
-        self._saved["given"] = listed(cpus)
+        self._saved["given"] = ranges(cpus)

@@ -78,18 +78,3 @@ def parse(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
-
-
-def listed(cpus: Iterable[int]) -> str:
-    """Return numbers as a kernel list.
-
-    >>> listed([8, 0, 2, 1])
-    '0-2,8'
-    """
-    runs: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

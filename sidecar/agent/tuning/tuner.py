@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.text import ranges
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import AgentError
 from cadenza.sidecar.agent.ipc.pages import Page
@@ -18,7 +19,7 @@ from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, unregistere
 from cadenza.sidecar.agent.tuning.detect import limits_of, writable_groups
 from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
-from cadenza.sidecar.agent.tuning.topology import Topology, listed
+from cadenza.sidecar.agent.tuning.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Tuner:
             cpus=self._scale.cpus(part.grant.milli),
             memory_mb=part.grant.memory_mb,
             cache_mb=_cache(part.wish, part.grant),
-            cpu_list=listed(part.grant.cpus),
+            cpu_list=ranges(part.grant.cpus),
             means=part.limits.means,
             note=self._notes.get(key, ""),
         )
@@ -180,7 +181,7 @@ class Tuner:
         if grant != part.grant:
             log.info(
                 "tuned JOBID=%s cpus=%g on %s memory=%d MB by %s",
-                key, grant.milli / MILLI, listed(grant.cpus), grant.memory_mb, part.limits.means,
+                key, grant.milli / MILLI, ranges(grant.cpus), grant.memory_mb, part.limits.means,
             )  # fmt: skip
         floor = self._scale.milli(self._floor(key)) or len(part.limits.own) * MILLI or grant.milli or MILLI
         try:
