@@ -93,7 +93,7 @@ def verdict(found: WhatIf, comparison: Comparison) -> Verdict:
     baseline = _baseline(was_s, slurm_s, refused=refused and not few)
     idle = f"Today {_gpu_hours(_idle_h(base), base)} are idle beside waiting jobs that would fit"
     if refused:
-        lines = (
+        lines: tuple[str, ...] = (
             f"Not usable yet: a verdict needs {LEAST_JOBS} jobs that ended, and there are {len(by_id)}."
             if few
             else f"No verdict: {baseline}",
