@@ -145,7 +145,7 @@ class Exclusive:
         return self._servers
 
     def _wanted(self, job: Job) -> bool:
-        return job.partition in self.settings.partitions and job.opted_in and _wants_gpus(job)
+        return job.partition in self.settings.partitions and job.opted_in and job.state != "OTHER" and job.gpus > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +185,6 @@ def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozens
     ours = [node for node in lane0(nodes) if not partitions.isdisjoint(node.partitions)]
     left = left_beside(others, ours)
     return tuple(sorted(Server(n.name, *left[n.name], n.gpu_type) for n in ours if min(left[n.name]) > 0))
-
-
-def _wants_gpus(job: Job) -> bool:
-    """Return True if a managed job wants GPUs; one that its owner holds is not managed by then."""
-    return job.state != "OTHER" and job.gpus > 0
 
 
 def _runnable_count(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:

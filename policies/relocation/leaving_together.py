@@ -28,7 +28,7 @@ def leaving_together(before: Sequence[Move], steps: Sequence[Step], snapshot: Cl
             groups[move.for_job].append(at)
     merged = list(steps)
     for waiting, members in groups.items():
-        failed = any(_ends(steps[at]) for at in members)
+        failed = any((one := steps[at].move) is None or one.over for at in members)
         beneficiary = snapshot.job(waiting)
         if failed or beneficiary is None or beneficiary.state != "PENDING":
             for at in members:
@@ -46,10 +46,6 @@ def leaving_together(before: Sequence[Move], steps: Sequence[Step], snapshot: Cl
             )
             merged[members[0]] = merged[members[0]]._replace(action=action)
     return tuple(merged)
-
-
-def _ends(step: Step) -> bool:
-    return step.move is None or step.move.over
 
 
 def _called_off(move: Move, step: Step, snapshot: ClusterSnapshot) -> Step:

@@ -83,6 +83,7 @@ def snapshot(raw: Raw, known: Known | None = None) -> ClusterSnapshot:
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
     empty = empty_from_s(raw)
     lost = prologs_lost(raw)
+    rules = raw.get("site", {})
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
         nodes=tuple(
@@ -97,7 +98,7 @@ def snapshot(raw: Raw, known: Known | None = None) -> ClusterSnapshot:
                 key=attrgetter("key"),
             )
         ),
-        site=_site_rules(raw.get("site", {})),
+        site=SiteRules(**{**rules, "unread": tuple(rules.get("unread", ()))}),
     )
 
 
@@ -108,10 +109,6 @@ def _as_before(before: Raw, one: Job, record: Raw, now_s: float, site: Site) -> 
     if (one.options is not None or (one.state == "PENDING" and one.gpus)) and site.barred(record) != one.barred:
         return None
     return changed(one, run_s=run_s(record, now_s)) if one.state == "RUNNING" else one
-
-
-def _site_rules(raw: Raw) -> SiteRules:
-    return SiteRules(**{**raw, "unread": tuple(raw.get("unread", ()))})
 
 
 # --- Jobs ----------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ class Step(NamedTuple):
 
 def steps() -> tuple[Step, ...]:
     """Return all steps of Slurm on this host, of all its lanes."""
-    return tuple(step for pid in _pids() if (step := step_of(pid)) is not None)
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return tuple(step for pid in pids if (step := step_of(pid)) is not None)
 
 
 def step_of(pid: int) -> Step | None:
@@ -112,10 +113,6 @@ def _waits_in(pid: int) -> str:
         return Path(f"/proc/{pid}/wchan").read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _pids() -> Iterator[int]:
-    yield from (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
 def _children(pid: int) -> list[int]:
