@@ -33,7 +33,7 @@ TOKEN = "SLURM_JWT"  # noqa: S105 (the name of a variable)
 TIMEOUT_S = 5.0
 TTL_S = 60
 """Age of a credential that munge accepts, and difference of two clocks that it allows."""
-SPOKEN = re.compile(rb"STATUS:\s+0\nUID:\s+(\d{1,10})\n\n([0-9a-f]{64})")
+SPOKEN = re.compile(rb"STATUS:\s+Success \(0\)\nUID:[^\n]*\((\d{1,10})\)\n\n([0-9a-f]{64})")
 """Output of unmunge for a good credential of ours."""
 ISSUED = re.compile(rb"SLURM_JWT=[\w-]+\.([\w-]+)\.[\w-]+\s*")
 
@@ -73,7 +73,7 @@ def uid_of(asked: Question, key: str) -> int:
         return _uid_by_slurm(asked.token)
     if not asked.munge:
         raise ServiceError("no credential came with this question")
-    spoken = SPOKEN.fullmatch(_output("unmunge", "--numeric", "--keys=STATUS,UID", data=asked.munge.encode()))
+    spoken = SPOKEN.fullmatch(_output("unmunge", "--keys=STATUS,UID", data=asked.munge.encode()))
     if spoken is None or spoken[2] != _digest(asked.question, key):
         raise ServiceError("this credential of munge is for another question")
     return int(spoken[1])
@@ -103,6 +103,6 @@ def _output(*words: str, data: bytes = b"", extra: Mapping[str, str] | None = No
     except OSError as error:
         raise ServiceError(f"{words[0]}: {error.strerror}") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise ServiceError(f"{' '.join(words[:2])}: {said or f'exit code {done.returncode}'}")
+        said = done.stderr or done.stdout.partition(b"\n")[0]  # where unmunge says that one is replayed or expired
+        raise ServiceError(f"{words[0]}: {said.decode(errors='replace').strip() or f'exit code {done.returncode}'}")
     return done.stdout

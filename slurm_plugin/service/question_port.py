@@ -83,8 +83,8 @@ class QuestionPort:
                     end_s = self._clock.monotonic() + LAST_S
                     while not self._ended.is_set() and self._clock.monotonic() < end_s and self._serve(link):
                         pass
-            except zmq.ZMQError as error:
-                log.warning("[expert] question_port: %s: %s", self._address, error.strerror)
+            except (zmq.ZMQError, RuntimeError) as error:  # the latter: zmq.auth's thread did not start in time
+                log.warning("[expert] question_port: %s: %s", self._address, error)
                 self._ended.wait(60.0)
 
     @contextmanager
@@ -110,8 +110,8 @@ class QuestionPort:
         """Answer a question; return whether there was one."""
         if not link.poll(POLL_MS):
             return False
-        frames = link.recv_multipart(copy=False)
         try:
+            frames = link.recv_multipart(zmq.NOBLOCK, copy=False)
             answer = self._answered(frames[-1].bytes, str(frames[-1].get("User-Id")))
             if answer is not None:
                 link.send_multipart([frames[0].bytes, answer], zmq.NOBLOCK)

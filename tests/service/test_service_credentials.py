@@ -10,6 +10,7 @@ import os
 import pwd
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -38,8 +39,9 @@ credential=$(cat)
 set -- $(printf %s "$credential" | cut -d: -f2 | base64 -d)
 grep -qxF "$credential" seen 2>/dev/null && code=17 || code=0
 echo "$credential" >>seen
-printf 'STATUS:          %d\\nUID:             %d\\n\\n%s' $code "$1" "$2"
-[ $code = 0 ] || { echo "unmunge: Error: Replayed credential" >&2; exit $code; }""",
+[ $code = 0 ] && status=Success || status="Replayed credential"
+printf 'STATUS:          %s (%d)\\nUID:             %s (%d)\\n\\n%s' "$status" $code "???" "$1" "$2"
+exit $code""",
     "scontrol": """
 [ "$1" = token ] || exit 1
 case $SLURM_JWT in
@@ -144,7 +146,7 @@ def test_a_credential_is_good_for_one_question_over_one_connection(programs: Pat
 
 
 def test_a_credential_for_another_program_is_none(programs: Path) -> None:
-    for payload in (MINE, b"", b"0" * 64, b"STATUS: 0\nUID: 0\n\n" + b"0" * 64):
+    for payload in (MINE, b"", b"0" * 64, b"STATUS: Success (0)\nUID: root (0)\n\n" + b"0" * 64):
         credential = credentials._output("munge", data=payload).decode().strip()
         with pytest.raises(ServiceError, match="for another question"):
             uid_of(Question(MINE, munge=credential), KEY)
@@ -176,14 +178,15 @@ def test_a_frame_beyond_its_bounds_reaches_no_program(
 
 
 def test_callers_that_stay_keep_no_one_out(remote: RemoteService, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ENOUGH_CALLERS": 4, "MAX_CALLERS": 4, "TRIES": 20}.items():
+    for name, value in {"ENOUGH_CALLERS": 3, "MAX_CALLERS": 3, "TRIES": 20}.items():
         monkeypatch.setattr(question_port, name, value)
     assert sent(remote, b"{}").error
     with zmq.Context() as context:
-        links = [caller(context, remote, reconnect_ivl=-1) for _ in range(3)]
+        links = [caller(context, remote, reconnect_ivl=-1) for _ in range(2)]
         for link in links:
-            link.send(b"{}")
-            assert link.poll(20_000)
+            with suppress(zmq.Again):  # the port may be opened anew before the last one's question
+                link.send(b"{}", zmq.NOBLOCK)
+            link.poll(1000)
         assert ask(remote, 1, 20).reason == "waits"
         for link in links:
             link.close()
