@@ -334,10 +334,10 @@ def test_a_job_comes_back_behind_the_one_that_it_makes_way_for():
     assert 30_000 + action.factors[0] < 10_000
 
 
-def displaced(number: int, for_job: int, at_s: float = NOW - 30, **facts) -> tuple[Job, Move]:
+def displaced(number: int, for_job: int, at_s: float = NOW - 30, *, gpus: int = 4, **facts) -> tuple[Job, Move]:
     """A job that has made way, back in the queue."""
     move = Move(JobKey(number, 0), (), "", Over(at_s, "was requeued", 5.0), for_job=key(for_job))
-    back = waits(number, 4, user="ann", submit_s=NOW - 30, **facts)
+    back = waits(number, gpus, user="ann", submit_s=at_s, **facts)
     progress = Progress(NOW, attained_s=10 * HOUR, submitted_s=NOW - 84 * HOUR)
     return replace(back, key=JobKey(number, 1), progress=progress), move
 
@@ -346,10 +346,15 @@ def factors(snapshot: ClusterSnapshot, memory: Memory) -> dict[int, int]:
     return {one.job.id: one.factor for one in decide(snapshot, memory).actions if isinstance(one, SetFactor)}
 
 
+def after(move: Move, movable: float) -> Memory:
+    """The memory of a site where jobs that can leave have had such a part of all GPU time."""
+    move = replace(move, factor=-8_000, base=9_000)
+    return replace(KNOWN, moves=(move,), factors={1: -8_000}, usage={"lab": 100.0}, movable_usage=100.0 * movable)
+
+
 def test_its_factor_is_that_of_its_level_once_the_other_has_started_and_its_age_is_made_up_for():
     back, move = displaced(1, 2, slurm_priority=500)
-    move = replace(move, factor=-8_000, base=9_000)
-    memory = replace(KNOWN, moves=(move,), factors={1: -8_000})
+    memory = after(move, 1.0)
     still = waits(2, 4)
     assert factors(site_of(back, still), memory) == {}
     started = runs(2, 4, had_h=0.01)
@@ -359,6 +364,34 @@ def test_its_factor_is_that_of_its_level_once_the_other_has_started_and_its_age_
     assert factors(site_of(floor, started), memory) == {1: int(age - levels)}, "Slurm shows 1, however low the sum is"
     settled = replace(memory, factors={1: -700})
     assert factors(site_of(back, started), settled) == {}, "once is enough"
+
+
+@pytest.mark.parametrize(("movable", "levels"), [(0.2, 0.0), (0.3, 0.0), (0.625, 0.5), (0.95, 1.0)])
+def test_the_level_of_a_job_of_whole_hosts_counts_as_many_others_can_leave(movable: float, levels: float):
+    back, move = displaced(1, 2, slurm_priority=500)
+    factor = factors(site_of(back, runs(2, 4, had_h=0.01)), after(move, movable))[1]
+    assert factor == int(9_000 - 8_500 + 2_500 - levels * 0.44 * SITE.points * 4 / 7)
+
+
+@pytest.mark.parametrize(("movable", "gained"), [(0.0, 1.0), (0.3, 1.0), (0.4, 1 - 3 * 0.1 / 0.65)])
+def test_a_narrower_job_comes_back_ahead_of_the_queue_where_few_can_leave(movable: float, gained: float):
+    back, move = displaced(1, 2, gpus=2, slurm_priority=500)
+    started = runs(2, 4, had_h=0.01)
+    factor = factors(site_of(back, started), after(move, movable))[1]
+    level = 0.44 * 4 / 7 * max(movable - 0.3, 0.0) / 0.65
+    assert factor == int(9_000 - 8_500 + 2_500 + (gained - level) * SITE.points)
+    first = site_of(runs(1, 2, slurm_priority=30_000), waits(2, 4, slurm_priority=10_000))
+    few = replace(KNOWN, usage={"lab": 100.0}, movable_usage=100.0 * movable)
+    (action,) = decide(first, few).actions
+    assert isinstance(action, MakeWay)
+    assert 30_000 + action.factors[0] < 10_000, "never ahead of the one that it makes way for"
+
+
+def test_after_a_day_a_job_keeps_the_better_of_its_factor_and_its_age():
+    back, move = displaced(1, 2, at_s=NOW - 90_000, gpus=2)
+    had = replace(after(move, 0.1), factors={1: 9_000})
+    assert factors(site_of(back, runs(2, 4)), had) == {}
+    assert factors(site_of(back, runs(2, 4)), replace(had, factors={1: -9_000}))[1] > 0
 
 
 def test_a_job_that_others_requeued_waits_as_it_was_submitted():

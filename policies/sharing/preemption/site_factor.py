@@ -14,7 +14,9 @@ from cadenza.policies.sharing.preemption.standing import LAST_LEVEL, Standings
 from cadenza.policies.sharing.state.round_state import RoundState
 
 LOWEST_FACTOR = -(2**30)
-"""Slurm keeps the factor in 32 bits, with an offset of 2**31 (NICE_OFFSET of slurm.h)."""
+"""Slurm keeps the factor in 32 bits, with an offset of 2**31 (NICE_OFFSET of slurm.h); so too above 0."""
+AHEAD_BELOW = 1 / 3
+"""Of ``movable_part``, below which a job comes back ahead: half of all GPU time belongs to jobs that can leave."""
 BEHIND_S = 600.0
 """Time for which a job stays behind the one that it made way for, until that one has started."""
 
@@ -45,15 +47,18 @@ def behind(standings: Standings, job: Job, waiting: Job) -> int:
 
 
 def level_points(standings: Standings, job: Job) -> int:
-    """Return the points that a job loses by its level.
+    """Return the points that a job loses by its level; below 0, those that it gains.
 
     The last level costs a part of the site's weights, so fair share and QOS still decide between accounts and classes.
-    One that has waited too long for jobs that never leave loses less, the fewer jobs there are that can leave.
+    That is for jobs which make way for each other. Where few can, the job that one made way for is soon done, and the
+    GPUs would go to jobs which keep them to their end: so the level counts less, and a job comes back ahead of the
+    queue, as in Slurm alone it would have its GPUs still. One of whole hosts does not: first in the queue, it would
+    keep hosts idle until they are empty (docs/decisions.md, 0010).
     """
-    part = standings.state.settings.level_points * standings.level(job) / LAST_LEVEL
-    if standings.overdue(job):
-        part *= standings.movable_part
-    return int(part * standings.site.points)
+    part = standings.movable_part
+    lost = standings.state.settings.level_points * standings.level(job) / LAST_LEVEL * part
+    gained = 0.0 if job.gpus >= standings.widest else max(1.0 - part / AHEAD_BELOW, 0.0)
+    return int((lost - gained) * standings.site.points)
 
 
 def set_factors(state: RoundState) -> None:
@@ -75,7 +80,7 @@ def set_factors(state: RoundState) -> None:
         # 2. After a day its level counts no more: only the age is left that the requeue took.
         if standings.starves(job):
             factor = _lost_age(standings, job)
-            if factor != had:
+            if factor > had:
                 factors.append(SetFactor(job.key, factor, "has waited for a day since it made way"))
             continue
         # 3. It stays behind the job that it made way for until that one runs. Once is enough: Slurm computes priorities
@@ -114,4 +119,4 @@ def _settled_factor(standings: Standings, job: Job, move: Move, had: int) -> int
     waited_s = max(standings.now_s - first_submit_s(job), 0.0)
     age = site.weights.get("age", 0) * min(waited_s / site.max_age_s, 1.0) if site.max_age_s > 0 else 0.0
     factor = int(base + age - level_points(standings, job) - rest)
-    return max(factor, LOWEST_FACTOR) or -1  # 0 would mean that it is not ours
+    return min(max(factor, LOWEST_FACTOR), -LOWEST_FACTOR) or -1  # 0 would mean that it is not ours
