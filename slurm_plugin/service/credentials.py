@@ -84,7 +84,10 @@ def _digest(question: bytes, key: str) -> bytes:
 
 
 def _uid_by_slurm(token: str) -> int:
-    issued = ISSUED.fullmatch(_output("scontrol", "token", "lifespan=10", extra={TOKEN: token}))
+    try:
+        issued = ISSUED.fullmatch(_output("scontrol", "token", "lifespan=10", extra={TOKEN: token}))
+    except ServiceError as error:
+        raise ServiceError(f"{error}; for a new {TOKEN}: `export $(scontrol token)`") from None
     try:
         claims = issued[1] + b"==" if issued else b""
         name = msgspec.json.decode(base64.urlsafe_b64decode(claims), type=_Claims).sun
@@ -104,5 +107,6 @@ def _output(*words: str, data: bytes = b"", extra: Mapping[str, str] | None = No
         raise ServiceError(f"{words[0]}: {error.strerror}") from None
     if done.returncode:
         said = done.stderr or done.stdout.partition(b"\n")[0]  # where unmunge says that one is replayed or expired
-        raise ServiceError(f"{words[0]}: {said.decode(errors='replace').strip() or f'exit code {done.returncode}'}")
+        text = " ".join(said.decode(errors="replace").split()).removeprefix(f"{words[0]}: ")
+        raise ServiceError(f"{words[0]}: {text or f'exit code {done.returncode}'}")
     return done.stdout
