@@ -59,18 +59,19 @@ def make_way(state: RoundState) -> None:
         _walk_through(state, queue)
     tried = state.memory.made_way
     live = state.snapshot.by_id
-    kept = {at: when_s for at, when_s in sorted(tried.items()) if at in live and live[at].state == "PENDING"}
-    if kept != tried:
-        state.memory = replace(state.memory, made_way=kept)
+    kept = {at: when_s for at, when_s in tried.items() if at in live and live[at].state == "PENDING"}
+    if len(kept) < len(tried):
+        state.memory = replace(state.memory, made_way=dict(sorted(kept.items())))
 
 
 def _walk_through(state: RoundState, queue: list[Job]) -> None:
     """Find room for the jobs of the queue, in order."""
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
     standings, tried = Standings(state), state.memory.made_way
-    looks = any(state.now_s >= tried.get(job.key.id, -inf) + AGAIN_S for job in queue)
+    now_s = state.now_s
+    looks = any(now_s >= tried.get(job.key.id, -inf) + AGAIN_S for job in queue)
     victims = [
-        Victim(job, standings.level(job), job.amounts, lost_s(job, state.now_s))
+        Victim(job, standings.level(job), job.amounts, lost_s(job, now_s))
         for job in (state.jobs.ours.values() if looks else ())
         if standings.quantum_left_s(job) <= 0.0 and standings.can_leave(job)
     ]
@@ -80,7 +81,7 @@ def _walk_through(state: RoundState, queue: list[Job]) -> None:
     staying = (job for job in placed if job.state != "OTHER" and job.key.id not in making_way)
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
-    nodes = RoundNodes(room, staying, state.now_s)
+    nodes = RoundNodes(room, staying, now_s)
     walk = _Walk(room, nodes, standings, state)
     last = max((number for number, job in enumerate(queue) if walk.hopes(job)), default=-1)
     for number, job in enumerate(queue):
@@ -171,8 +172,8 @@ class _Walk:
 
     def hopes(self, job: Job) -> bool:
         """Return True if others could make way for a job, by what the walk does not change."""
-        room, tried_s = self.room, self.state.memory.made_way.get(job.key.id, -inf)
-        if not room.on or self.state.now_s < tried_s + AGAIN_S:
+        room = self.room
+        if not room.on or self.nodes.now_s < self.state.memory.made_way.get(job.key.id, -inf) + AGAIN_S:
             return False
         return 1 < job.gpus <= room.widest or room.worst_level > self.standings.claim(job)
 
