@@ -34,7 +34,7 @@ DISPLACED_PART = 0.2
 FIRST_MOVES, MOVES_A_DAY = 6.0, 1.5
 """Bound on the restarts of a job: so many, and so many more for each day since its submission."""
 FEW, NEARLY_ALL = 0.3, 0.95
-"""Parts of all GPU time that jobs which can leave have, between which the level of an overdue job comes to count."""
+"""Parts of all GPU time that jobs which can leave have, between which the level of one that made way comes to count."""
 STARVING_S = 86400.0
 """Wait after which a job that made way stands in the queue as if it had never had GPUs, in seconds."""
 BELIEVED_S = 14 * 86400.0
@@ -226,6 +226,11 @@ class Standings:
         """Return True if a job may be requeued once more: the number of its restarts is bounded over its life."""
         days = (self.now_s - first_submit_s(job)) / 86400.0
         return job.key.restart + 1 <= FIRST_MOVES + MOVES_A_DAY * days
+
+    @cached_property
+    def widest(self) -> int:
+        """Return the most GPUs that a node has."""
+        return max((node.gpus for node in self.state.snapshot.nodes), default=0)
 
     @cached_property
     def movable_part(self) -> float:
