@@ -32,7 +32,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 NOBODY = (
     "neither cadenzad ({}) nor an agent ({}) can be asked here: jobs run, and Slurm starts them, as usual; look on the "
     "machine of slurmctld or inside a job, or have the admin add a relay: `cadenza keygen HOST`, [service] relays = "
-    '["HOST"], and `systemctl enable --now cadenza-relay` on HOST; for munge or SLURM_JWT {}'
+    '["HOST"], and `systemctl enable --now cadenza-relay` on HOST; by munge or SLURM_JWT: {}'
 )
 MAX_LINE = 8192
 PIPE_WIDTH = 180

@@ -18,7 +18,6 @@ import hashlib
 import os
 import pwd
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from typing import Annotated
@@ -54,9 +53,13 @@ class _Claims(msgspec.Struct, frozen=True):
 
 def missing() -> str:
     """Return the sentence that says why this user has no credential, or nothing."""
-    if os.environ.get(TOKEN) or shutil.which("munge"):
+    if os.environ.get(TOKEN):
         return ""
-    return f"munge is not installed here and {TOKEN} is not set: `export $(scontrol token)`"
+    try:
+        _output("munge", "--no-input")
+    except ServiceError as error:
+        return f"{error}; `export $(scontrol token)`"
+    return ""
 
 
 def sealed(question: bytes, key: str) -> bytes:

@@ -250,4 +250,5 @@ def test_without_a_relay_the_command_says_what_to_add(cluster: Cluster) -> None:
         cluster.exec("login", "mv", "/run/cadenza/away.sock", "/run/cadenza/jobs.sock")
     assert "cadenza keygen HOST" in said
     assert 'relays = ["HOST"]' in said
-    assert "munge: " in said, "it is installed there, and its daemon does not run"
+    assert "Did you start munged?" in said
+    assert "`export $(scontrol token)`" in said

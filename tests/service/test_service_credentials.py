@@ -229,7 +229,7 @@ def test_the_command_says_which_line_is_missing(programs: Path, monkeypatch: pyt
     curve_keys.make_keys(programs / "keys", ())
     monkeypatch.setattr(question_port, "CLIENT_TIMEOUT_S", 0.1)
     assert "cadenzad does not answer at tcp://127.0.0.1:9" in said(port, agent)
-    (programs / "munge").unlink()
-    if not credentials.missing():
-        pytest.skip("this machine has munge")
-    assert "SLURM_JWT is not set: `export $(scontrol token)`" in said(port, agent)
+    (programs / "munge").write_text("#!/bin/sh\necho 'munge: Error: Failed to access munge.socket' >&2; exit 6\n")
+    text = said(port, agent)
+    assert "by munge or SLURM_JWT: munge: Error: Failed to access munge.socket; `export $(scontrol token)`" in text
+    assert "add a relay: `cadenza keygen HOST`" in text
