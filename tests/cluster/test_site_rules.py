@@ -289,11 +289,14 @@ STORE = "/var/lib/cadenzad"
 
 
 def queue(lot: Lot) -> object:
-    """Jobs that waited before the disturbance and one that comes after it run one after the other, at once."""
+    """Jobs that waited before the disturbance and one that comes after it run one after the other, at once.
+
+    They are one user's: between users, Slurm's next calculation of fair share, once a minute, may turn their order.
+    """
     labels = ("first", "second", "third")
     with lot.full():
         lot.submit("first")
-        lot.submit("second", user="bob")
+        lot.submit("second")
         lot.disturb()
         if "--cadenza" not in lot.cluster.ctl("sbatch", "--help"):
             lot.flag = ()
