@@ -16,7 +16,7 @@ from cadenza.policies.sharing.state.round_state import RoundState
 LOWEST_FACTOR = -(2**30)
 """Slurm keeps the factor in 32 bits, with an offset of 2**31 (NICE_OFFSET of slurm.h); so too above 0."""
 AHEAD_BELOW = 1 / 3
-"""Of ``movable_part``, below which a job comes back ahead: half of all GPU time belongs to jobs that can leave."""
+"""The ``movable_part`` below which a job comes back ahead: half of all GPU time belongs to jobs that can leave."""
 BEHIND_S = 600.0
 """Time for which a job stays behind the one that it made way for, until that one has started."""
 
