@@ -196,8 +196,13 @@ def test_a_job_whose_facts_cannot_be_read_costs_the_others_nothing(hostile: dict
 @pytest.mark.parametrize(
     "fields",
     [
-        {"node": "\ud800"}, {"requeue_owner": "\ud800"}, {"rank": "\ud800"}, {"\ud800": 1}, {"node": "a\nb"},
-        {"restart": 2**63}, {"rank": 10**400},
+        {"node": "\ud800"},
+        {"requeue_owner": "\ud800"},
+        {"rank": "\ud800"},
+        {"\ud800": 1},
+        {"node": "a\nb"},
+        {"restart": 2**63},
+        {"rank": 10**400},
     ],
     ids=ascii,
 )
@@ -209,9 +214,7 @@ def test_an_attach_beyond_its_bounds_is_refused(rig: HostInMemory, fields: dict[
     assert [lease.ranks for lease in report.leases] == [0]
 
 
-def test_a_fault_of_the_agent_in_a_packet_costs_the_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_agent_in_a_packet_costs_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: object, packet: bytes) -> None:
         raise OverflowError(packet.decode())
 

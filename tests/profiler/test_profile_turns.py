@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import json, structs
+from test_limits import every
 
 from cadenza.profiler.measure.finished_points import State
 from cadenza.profiler.measure.interleave import measured, next_visit
 from cadenza.profiler.measure.point import Point
 from cadenza.profiler.model.batch_means import Window, estimate
-from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.bisection import next_point
 from cadenza.profiler.model.roofline import Law
 
 GRID = [0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from test_limits import every
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Reference
@@ -20,7 +21,7 @@ from cadenza.profiler.measure.environment import model_of, parse_node
 from cadenza.profiler.measure.finished_points import State
 from cadenza.profiler.measure.offline_run import Request, grid_of
 from cadenza.profiler.measure.point import Point
-from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.bisection import next_point
 from cadenza.profiler.model.memory import Data
 from cadenza.profiler.model.roofline import Law
 from cadenza.profiler.profile_builder import Subject, best_cpus, conclude, gain, sbatch, words
