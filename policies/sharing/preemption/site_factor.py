@@ -15,8 +15,10 @@ from cadenza.policies.sharing.state.round_state import RoundState
 
 LOWEST_FACTOR = -(2**30)
 """Slurm keeps the factor in 32 bits, with an offset of 2**31 (NICE_OFFSET of slurm.h); so too above 0."""
-AHEAD_BELOW = 1 / 3
-"""The ``movable_part`` below which a job comes back ahead: half of all GPU time belongs to jobs that can leave."""
+GAIN = 0.5
+"""Part of the last level's points that a job gains where few can leave."""
+GAIN_BELOW = 1 / 3
+"""The ``movable_part`` below which it gains some: half of all GPU time belongs to jobs that can leave."""
 BEHIND_S = 600.0
 """Time for which a job stays behind the one that it made way for, until that one has started."""
 
@@ -51,14 +53,14 @@ def level_points(standings: Standings, job: Job) -> int:
 
     The last level costs a part of the site's weights, so fair share and QOS still decide between accounts and classes.
     That is for jobs which make way for each other. Where few can, the job that one made way for is soon done, and the
-    GPUs would go to jobs which keep them to their end: so the level counts less, and a job comes back ahead of the
-    queue, as in Slurm alone it would have its GPUs still. One of whole hosts does not: first in the queue, it would
-    keep hosts idle until they are empty (docs/decisions.md, 0010).
+    GPUs would go to jobs which keep them to their end: so the level counts less, and a job gains half of the last
+    level's points, as in Slurm alone it would have its GPUs still. One of whole hosts does not: first in the queue, it
+    would keep hosts idle until they are empty (docs/decisions.md, 0010).
     """
     part = standings.movable_part
-    lost = standings.state.settings.level_points * standings.level(job) / LAST_LEVEL * part
-    gained = 0.0 if job.gpus >= standings.widest else max(1.0 - part / AHEAD_BELOW, 0.0)
-    return int((lost - gained) * standings.site.points)
+    lost = standings.level(job) / LAST_LEVEL * part
+    gained = 0.0 if job.gpus >= standings.widest else GAIN * max(1.0 - part / GAIN_BELOW, 0.0)
+    return int((lost - gained) * standings.state.settings.level_points * standings.site.points)
 
 
 def set_factors(state: RoundState) -> None:
