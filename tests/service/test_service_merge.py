@@ -39,7 +39,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import CLOCK_WINDOW_S, A
 from cadenza.slurm_plugin.service.agents.hub import by_our_clock
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.loop import pause_s
-from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ARRIVES_S, ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
 from cadenza.slurm_plugin.service.settings import PolicyTable, ServiceTable, Settings, load_settings, policy
 
@@ -387,6 +387,20 @@ def test_actions_go_to_the_side_they_concern() -> None:
     assert slurm.applied == []
     assert cluster.apply(Unsuspend(A, "")).ok
     assert slurm.applied == [Unsuspend(A, "")]
+
+
+def test_a_resume_leaves_once_the_suspend_before_it_has_arrived() -> None:
+    """At the end of the service they were 31 ms apart, and slurmd stopped a job for good that Slurm called running."""
+    link, slurm, clock = Link(agents(n1=gang("yielded"), n2=gang("yielded"))), Books(), SystemClock()
+    cluster = ClusterGateway(slurm, link, clock, None)
+    cluster.read()
+    began_s = clock.monotonic()
+    assert cluster.apply(Suspend(A, "")).ok
+    assert cluster.apply(Unsuspend(JobKey(2, 0), "")).ok
+    assert clock.monotonic() - began_s < ARRIVES_S, "another job's need not wait"
+    assert cluster.apply(Unsuspend(A, "")).ok
+    assert clock.monotonic() - began_s >= ARRIVES_S
+    assert slurm.applied == [Suspend(A, ""), Unsuspend(JobKey(2, 0), ""), Unsuspend(A, "")]
 
 
 def test_a_job_that_got_its_gpus_since_is_not_suspended() -> None:

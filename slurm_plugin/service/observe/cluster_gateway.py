@@ -7,6 +7,7 @@ import pwd
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import Event
 from typing import NamedTuple
 
 from cadenza.policies.core.actions import (
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 STALL_ANSWERS = 2
 """Slow answers in a row that are no load: slurmctld stands still for seconds when it cannot resolve a lost host."""
+ARRIVES_S = 0.5
+"""Least time from a suspend of a job to its resume. slurmctld tells slurmd of each in a thread of its own (agent.c): of
+two in a row the resume may arrive first, and the job stays stopped while Slurm calls it running."""
 
 
 class Waiting(NamedTuple):
@@ -88,6 +92,8 @@ class ClusterGateway:
         self._waiting = Waiting((), (), self.profiles.library)
         self._before = before
         self._tunes = {job.key: job.placement for job in before.jobs} if before is not None else {}
+        self._suspended_s: dict[JobKey, float] = {}
+        """When the jobs of a moment ago were suspended, on the monotonic clock."""
 
     @property
     def load_s(self) -> float:
@@ -151,10 +157,9 @@ class ClusterGateway:
                 return self._suspend(action)
             case Pack() | Unpack():
                 return Outcome(ok=True)  # the facts that follow the round carry the packs
-        outcome = self._slurm.apply(action)
-        if isinstance(action, Unsuspend) and outcome.ok:
-            self._hub.mark_suspended(action.job, suspended=False)
-        return outcome
+            case Unsuspend():
+                return self._unsuspend(action)
+        return self._slurm.apply(action)
 
     def _order(self, action: Yield | Resume | Migrate | Resize | Save) -> Outcome:
         """Send an order to a job's agents; for a move this is its first step, and later rounds take the others."""
@@ -209,7 +214,19 @@ class ClusterGateway:
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:
             outcome = self._slurm.apply(action)
+            now_s = self._clock.monotonic()
+            recent = {job: at_s for job, at_s in self._suspended_s.items() if now_s - at_s < ARRIVES_S}
+            self._suspended_s = recent | {action.job: now_s}
         if not outcome.ok:
+            self._hub.mark_suspended(action.job, suspended=False)
+        return outcome
+
+    def _unsuspend(self, action: Unsuspend) -> Outcome:
+        """Resume a job once its suspend has surely arrived, and tell its agents."""
+        if (suspended_s := self._suspended_s.pop(action.job, None)) is not None:
+            Event().wait(max(suspended_s + ARRIVES_S - self._clock.monotonic(), 0.0))
+        outcome = self._slurm.apply(action)
+        if outcome.ok:
             self._hub.mark_suspended(action.job, suspended=False)
         return outcome
 
