@@ -19,7 +19,7 @@ from cadenza.slurm_plugin.gateway.commands import Refusal, answer
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 4.0
-"""All four commands together stay within the time that the worker has for an answer."""
+"""All commands together stay within the time that the worker has for an answer."""
 MAX_LINES, MAX_NAME = 2**16, 256
 MAX_NUMBER = 2**32 - 1
 MAX_LEVEL = 1e9
@@ -33,6 +33,7 @@ DEFAULT_MAX_AGE_S = 7 * DAY_S
 _CONFIG = re.compile(r"^(Priority\w+|AccountingStorageType)[ ]*=[ ]?(.*)$", re.MULTILINE | re.ASCII)
 _AGE = re.compile(r"(?:(\d{1,6})-)?(\d{1,6}):(\d\d):(\d\d)", re.ASCII)
 _PARTITION = re.compile(r"^PartitionName=(\S+) .*?\bPriorityTier=(\d{1,10})\b", re.MULTILINE | re.ASCII)
+_QOS = re.compile(r"^QOS=(\S+)\(\d{1,10}\)$|^    Priority=(\d{1,10})$", re.MULTILINE | re.ASCII)
 _TRES_WEIGHT = re.compile(r"[^,=]+=(\d{1,10}(?:\.\d{1,6})?)", re.ASCII)
 
 
@@ -52,6 +53,9 @@ class SiteReader:
         # whatever sshare would say.
         if self._accounted:
             self._part(qos_priorities, "sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,priority")
+            # A service that starts while slurmdbd is away asks slurmctld, which lists each user's usage, too.
+            if "qos_priority" not in self._rules:
+                self._part(cached_priorities, "scontrol", "show", "assoc_mgr", "flags=qos")
         else:
             self._rules["qos_priority"] = {}
         if self._accounted and self._rules.get("weights", {}).get("fairshare"):
@@ -76,7 +80,7 @@ class SiteReader:
 def config_rules(text: str) -> dict[str, Any]:
     r"""Return the type of priority, its weights that are not 0, and the age of the whole weight, of the configuration.
 
-    >>> text = "PriorityMaxAge = 1-00:00:00\\nPriorityType = priority/multifactor\\nPriorityWeightAge = 5\\n"
+    >>> text = "PriorityMaxAge = 1-00:00:00\nPriorityType = priority/multifactor\nPriorityWeightAge = 5\n"
     >>> config_rules(text)
     {'multifactor': True, 'weights': {'age': 5}, 'max_age_s': 86400.0, 'accounting': False}
     """
@@ -114,6 +118,24 @@ def qos_priorities(text: str) -> dict[str, Any]:
     """
     pairs = [line.rpartition("|") for line in text.splitlines()[:MAX_LINES]]
     return {"qos_priority": {name: int(number) for name, _, number in pairs if _is_name(name) and _is_whole(number)}}
+
+
+def cached_priorities(text: str) -> dict[str, Any]:
+    r"""Return the priority of each QOS as slurmctld has it in its memory.
+
+    >>> cached_priorities("QOS=high(2)\n    MinPrioThresh=\n    Priority=100\nQOS=odd(3)\n")
+    {'qos_priority': {'high': 100}}
+    """
+    found: dict[str, int] = {}
+    name = ""
+    for named, number in _QOS.findall(text):
+        if named:
+            name = named if len(found) < MAX_LINES and _is_name(named) else ""
+        elif name and _is_whole(number):
+            found.setdefault(name, int(number))
+    if not found:
+        raise ValueError("scontrol show assoc_mgr: there is no QOS")
+    return {"qos_priority": found}
 
 
 def fair_shares(text: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from cadenza.policies.core.model import SiteRules
 from cadenza.slurm_plugin.gateway.site_rules import (
     MAX_LEVEL,
     SiteReader,
+    cached_priorities,
     config_rules,
     fair_shares,
     qos_priorities,
@@ -110,6 +111,41 @@ def test_without_slurms_commands_the_rules_are_empty(tmp_path: Path, monkeypatch
     assert rules(SiteReader().read()) == SiteRules(unread=("QOS", "partitions", "weights"))
 
 
+CACHED = """\
+Current Association Manager state
+
+QOS Records
+
+QOS=normal(1)
+    UsageRaw=0.000000
+    GrpJobs=N(1) GrpJobsAccrue=N(1) GrpSubmitJobs=N(2) GrpWall=N(0.00)
+    PreemptMode=OFF
+    Priority=0
+    Account Limits
+      research
+        MaxJobsPA=N(1) MaxJobsAccruePA=N(1) MaxSubmitJobsPA=N(2)
+    User Limits
+      alice(2001)
+        MaxJobsPU=N(1) MaxJobsAccruePU=N(1) MaxSubmitJobsPU=N(2)
+QOS=high(2)
+    UsageRaw=0.000000
+    Priority=100
+    Account Limits
+    User Limits
+"""
+
+
+def test_a_service_that_starts_without_slurmdbd_has_qos_from_slurmctld(slurm: Path) -> None:
+    """As the second controller's, where slurmdbd was lost with the first: nobody made way until it was back."""
+    before = SiteReader().read()
+    next(slurm.glob("sacctmgr *")).unlink()
+    (slurm / "scontrol show assoc_mgr flags=qos").write_text(CACHED)
+    reader = SiteReader()
+    assert reader.read() == before
+    next(slurm.glob("scontrol show assoc_mgr*")).unlink()
+    assert reader.read() == before, "it is asked once"
+
+
 def test_a_site_without_accounting_has_neither_qos_nor_shares(slurm: Path) -> None:
     (slurm / "scontrol show config").write_text(CONFIG.replace("accounting_storage/slurmdbd", "(null)"))
     for name in ("sacctmgr", "sshare"):
@@ -140,7 +176,7 @@ TEXT = st.text(st.sampled_from("Aa|=-,\n \x1b\u202e0159.einf") | st.characters(c
 @given(TEXT, TEXT, st.sampled_from([*COMMANDS.values()]), st.integers(0, 200))
 def test_whatever_a_command_prints_the_rules_are_bounded(first: str, middle: str, text: str, at: int) -> None:
     printed = first + text[:at] + middle + text[at:]
-    for read in (tiers, qos_priorities, fair_shares, config_rules):
+    for read in (tiers, qos_priorities, cached_priorities, fair_shares, config_rules):
         try:
             found = read(printed)
         except ValueError:
