@@ -33,7 +33,7 @@ DEFAULT_MAX_AGE_S = 7 * DAY_S
 _CONFIG = re.compile(r"^(Priority\w+|AccountingStorageType)[ ]*=[ ]?(.*)$", re.MULTILINE | re.ASCII)
 _AGE = re.compile(r"(?:(\d{1,6})-)?(\d{1,6}):(\d\d):(\d\d)", re.ASCII)
 _PARTITION = re.compile(r"^PartitionName=(\S+) .*?\bPriorityTier=(\d{1,10})\b", re.MULTILINE | re.ASCII)
-_QOS = re.compile(r"^QOS=(\S+)\(\d{1,10}\)$|^    Priority=(\d{1,10})$", re.MULTILINE | re.ASCII)
+_QOS = re.compile(r"^QOS=(.+)\(\d{1,10}\)$|^    Priority=(\d{1,10})$", re.MULTILINE | re.ASCII)
 _TRES_WEIGHT = re.compile(r"[^,=]+=(\d{1,10}(?:\.\d{1,6})?)", re.ASCII)
 
 

@@ -130,6 +130,8 @@ QOS=normal(1)
 QOS=high(2)
     UsageRaw=0.000000
     Priority=100
+QOS=two words(3)
+    Priority=7
     Account Limits
     User Limits
 """
