@@ -193,7 +193,7 @@ class Job:
         while packet := connection.recv(wire.MAX_PACKET):
             message = wire.decode(packet)
             if message.get("refused") or message.get("error") or message["type"] == "unrestored":
-                raise RuntimeError(str(message))
+                raise RuntimeError(f"{message}\n{self._output.read_text()}")
             if message["type"] == "arrived":
                 connection.send(wire.encode("commit", order=1))
             elif message["type"] == "checkpointed":

@@ -14,7 +14,7 @@ from client_peer import Peer, Rank, Script
 from torch import nn
 
 from cadenza.sidecar import client, wire
-from cadenza.sidecar.client.checkpoints import SaveError
+from cadenza.sidecar.client.checkpoints import ResumableSampler, SaveError
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.host import memory_limits
 from cadenza.sidecar.client.offload.storages import survey
@@ -105,6 +105,26 @@ def test_a_restored_job_goes_on_bit_for_bit(job: Peer, training: Training, tmp_p
     assert said["bytes"] == sum(file.stat().st_size for file in place.iterdir() if file.name != "complete.json")
     _, losses = restored(tmp_path / "kept", 3, at=6)
     assert losses == training.losses[6:]
+
+
+def test_a_request_at_the_first_boundary_is_not_refused_for_what_that_boundary_tells(job: Peer, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = ResumableSampler(20, seed=1)
+    loader = torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=4, sampler=sampler)
+    keeper = client.checkpoint(tmp_path / "kept", model=model, optimizer=optimizer, sampler=sampler)
+    keeper.restore()
+    finish = requested_by(job, 1, then=send_on)
+    session = client.attach(model, optimizer)
+    assert sampler.epoch == 0
+    for batch in sampler.batches(loader):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        session.boundary(len(batch))
+    said = finish()
+    keeper.close()
+    assert (said.get("refused"), said.get("error")) == (None, "")
 
 
 def test_a_rank_without_a_keeper_says_that_it_cannot(job: Peer) -> None:

@@ -356,6 +356,8 @@ class Session(StepCounters):
             # Also while it is decided: a rank of which the agent sees nothing at its stop step for 20 ms has slipped
             # past it, and the stop step moves on, at each boundary anew where the decision takes that long.
             self._set_state(wire.STATE_ARRIVED)
+            if saves and self.training and not self._savers.able:  # no look may have come before this boundary
+                _call_all((*self.looks,))
             if saves and self._savers.able and self._passes(order):
                 return
             self._stand(self._save_checkpoint if saves else self._yield, link, order)
