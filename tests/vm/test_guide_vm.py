@@ -9,11 +9,12 @@ pages: in emulation a look takes as long as a turn.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import pytest
 import test_guide as guide
-from plain_site import Site
+from plain_site import AS_USER, Site
 from virtual_site import VirtualSite
 
 from cluster import wait_for
@@ -67,6 +68,22 @@ def test_systemd_starts_an_agent_again_that_hangs(site: Site) -> None:
 
     wait_for("another agent", another, site.patience_s)
     assert "Watchdog timeout" in site.said("gpu2", "journalctl --no-pager -u cadenza-agent")
+
+
+def test_a_relay_of_a_login_node_passes_questions_on_under_its_unit(site: Site) -> None:
+    change = shlex.quote(r"s/^\[service\]/&\nrelays = ['gpu2']/")
+    site.said("ctl", f"cd /etc/cadenza && cp -p cadenza.toml kept && sed -i {change} cadenza.toml")
+    site.said("ctl", "systemctl reload cadenzad")
+    site.said("gpu2", "systemctl start cadenza-relay && systemctl is-active cadenza-relay")
+    assert site.said("gpu2", "systemctl is-active cadenza-agent || true").split() == ["inactive"], "it has the socket"
+    shown = shlex.join([*AS_USER, "/opt/cadenza/bin/cadenza", "top", "--once", "--json"])
+
+    def answered() -> bool:
+        return '"gpus"' in site.said("gpu2", f"{shown} || true")
+
+    wait_for("the service's answer to a user who has no job there", answered, site.patience_s)
+    site.said("gpu2", "systemctl start cadenza-agent && systemctl is-active cadenza-agent")
+    site.said("ctl", "cd /etc/cadenza && mv kept cadenza.toml && systemctl reload cadenzad")
 
 
 test_a_block_of_second_lane_and_maintain_works = guide.test_a_block_of_second_lane_and_maintain_works
