@@ -7,7 +7,9 @@ of Microsoft's Philly trace at three loads (``14:28@0.9``), with tight limits (2
 (``14:28@0.9-loose``: three or seven days for 40 % of the jobs), on 16 nodes of 8 GPUs; ``history``, a made-up month of
 a site with 20 nodes; ``large``, a mix with a few large jobs. A draw says for each job whether it keeps checkpoints, so
 that it can move. All costs are on; a move takes 60 s of a job's GPUs where no other time is said. A figure is the ratio
-of our mean completion time to Slurm's where it says nothing else. Exit code 1 when a row is missed.
+of our mean completion time to Slurm's where it says nothing else. Fair GPU time is what all accounts had together on
+each day on which the live jobs ask for more than the cluster has, shared out in proportion to the accounts' shares and
+to none more than its jobs ask for; rows say which part of it they lack. Exit code 1 when a row is missed.
 
     CADENZA_DATA=FOLDER benchmarks/philly.py                       # many hours on one processor
     CADENZA_DATA=FOLDER benchmarks/philly.py --samples history,28:42@1.0 --rows 10,25,50,100 --draws 3
@@ -33,6 +35,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from philly_fairness import Floats, Lack, Recorder, Span, by_day, lack
 from philly_sample import (
     DAY_S,
     MEMORY_GB,
@@ -69,7 +72,6 @@ NEWCOMER = "newcomer"
 """The account and user of jobs that a case adds."""
 LIMITED, HIGH_QOS, LONG_QOS_S = "limited", "high", 4 * HOUR_S
 
-Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 
@@ -99,6 +101,8 @@ class Outcome:
     jct_s: Floats
     first_s: Floats
     restarts: Floats
+    gpu_s: Floats
+    """GPU time that each account had, by day and account; the accounts are in the order of their names."""
 
 
 def movable(jobs: int, part: float, draw: int) -> Flags:
@@ -218,17 +222,21 @@ def played(play: Play) -> Outcome:
     if play.scheduler == "las":
         gpus = sum(node.gpus for node in request.nodes)
         jct_s = np.array(ideal_las(jobs, gpus))
-        return Outcome(jct_s, np.zeros(len(jobs)), np.zeros(len(jobs)))
+        return Outcome(jct_s, np.zeros(len(jobs)), np.zeros(len(jobs)), np.zeros((0, 0)))
     if play.scheduler in ("slurm", "easy"):
         run = simulate_slurm if play.scheduler == "slurm" else first_come
-        return _outcome([(job,) for job in jobs], run(jobs, request.nodes, request.setup))
+        recorder = Recorder(jobs)
+        result = run(jobs, request.nodes, replace(request.setup, booked=recorder))
+        return _outcome([(job,) for job in jobs], result, recorder)
     keeps = movable(len(jobs), play.part, play.draw)
     lies = liars(keeps, play) if play.lie else np.zeros(len(jobs), bool)
     managed = {"all": np.ones(len(jobs), bool), "none": np.zeros(len(jobs), bool), "movable": keeps}[play.opted_in]
     drawn = [replace(job, checkpoints=bool(keeps[at]), managed=bool(managed[at])) for at, job in enumerate(jobs)]
     told = [LIES[play.lie](job) if lies[at] else (job,) for at, job in enumerate(drawn)]
     ordered = sorted((one for pieces in told for one in pieces), key=lambda job: (job.submit_s, job.id))
-    return _outcome(told, simulate(ordered, request.nodes, request.policy, request.setup))
+    recorder = Recorder(ordered)
+    result = simulate(ordered, request.nodes, request.policy, replace(request.setup, booked=recorder))
+    return _outcome(told, result, recorder)
 
 
 def _hiding(job: TraceJob) -> tuple[TraceJob, ...]:
@@ -250,16 +258,18 @@ def _pieces(job: TraceJob) -> tuple[TraceJob, ...]:
 LIES = {"hide": _hiding, "boast": _boasting, "chain": _pieces}
 
 
-def _outcome(jobs: Sequence[Sequence[TraceJob]], result: Result) -> Outcome:
+def _outcome(jobs: Sequence[Sequence[TraceJob]], result: Result, recorder: Recorder) -> Outcome:
     """Return the times of jobs, each of which may have been submitted in pieces."""
     found = {job.id: job for job in result.jobs}
     if any(one.finish_s is None or one.start_s is None for one in found.values()):
         raise SystemExit("a job has not ended")
     rows = [([found[piece.id] for piece in pieces], pieces[0].submit_s) for pieces in jobs]
+    accounts = sorted({pieces[0].account for pieces in jobs})
     return Outcome(
         np.array([max(one.finish_s for one in pieces) - submit_s for pieces, submit_s in rows]),
         np.array([min(one.start_s for one in pieces) - submit_s for pieces, submit_s in rows]),
         np.array([sum(one.restarts + one.migrations for one in pieces) for pieces, _ in rows], dtype=float),
+        by_day(recorder.spans, accounts, int(result.end_s // DAY_S) + 1),
     )
 
 
@@ -286,7 +296,7 @@ class Runs:
         if self._keep is None or not self._file(play).exists():
             return False
         with np.load(self._file(play)) as found:
-            self._known[play] = Outcome(found["jct_s"], found["first_s"], found["restarts"])
+            self._known[play] = Outcome(found["jct_s"], found["first_s"], found["restarts"], found["gpu_s"])
         return True
 
     def _file(self, play: Play) -> Path:
@@ -396,6 +406,7 @@ def share_rows(table: Table, part: float) -> Iterator[Row]:
     accounts = [job.account for job in jobs]
     worst_accounts = [worst(accounts, run.jct_s, slurm.jct_s, everyone) for _, run in drawn]
     yield mean_row(f"{title}: worst account", worst_accounts, 1.15)
+    yield from _fair_rows(title, lacked(table.sample, slurm), [lacked(table.sample, run) for _, run in drawn])
     if part < 1.0:
         classes = [(int(np.searchsorted(WIDTHS, job.gpus, "right")), int(np.searchsorted(LENGTHS_S, job.work_s)))
                    for job in jobs]  # fmt: skip
@@ -406,6 +417,26 @@ def share_rows(table: Table, part: float) -> Iterator[Row]:
     served = sum(job.gpus * job.work_s for job in jobs)
     cost = [float((run.restarts * gpus).sum()) * MOVE_S / served for _, run in drawn]
     yield mean_row(f"{title}: part of the GPU time that moves cost", cost, 0.03)
+
+
+def lacked(sample: str, run: Outcome) -> Lack:
+    """Return what a sample's accounts lack of their fair GPU time in a run."""
+    found = population(sample, "plain")
+    spans = (
+        Span(job.account, job.submit_s, job.submit_s + jct_s, job.gpus)
+        for job, jct_s in zip(found.jobs, run.jct_s.tolist(), strict=True)
+    )
+    names = sorted({job.account for job in found.jobs})
+    shares = np.array([found.rules.accounts[name].share for name in names])
+    wanted, gpus = by_day(spans, names, len(run.gpu_s)), sum(node.gpus for node in read_cluster(found.cluster))
+    return lack(run.gpu_s, wanted, shares, gpus, names)
+
+
+def _fair_rows(title: str, slurm: Lack, drawn: Sequence[Lack]) -> Iterator[Row]:
+    for of, name in (("accounts lack", "whole"), ("the worst account lacks", "worst")):
+        theirs, ours = getattr(slurm, name), [getattr(one, name) for one in drawn]
+        note = f"Slurm {theirs:.3f}{f' ({slurm.account})' * (name == 'worst')}; {spread(ours)}"
+        yield Row(f"{title}: fair GPU time that {of}", float(np.mean(ours)), theirs, note.removesuffix("; "))
 
 
 def _ideal_rows(table: Table, slurm: Outcome, ours: Outcome) -> Iterator[Row]:
@@ -540,7 +571,7 @@ def main() -> int:
         print(f"\n{sample}: {len(jobs)} jobs; Slurm's mean {slurm.jct_s.mean() / HOUR_S:.2f} h", flush=True)
         for name in options.rows:
             for row in ROWS[name](table):
-                goal = "" if row.limit is None else f"goal {row.limit:.2f} {'hit' if row.ok else 'MISSED'}"
+                goal = "" if row.limit is None else f"goal {row.limit:.3f} {'hit' if row.ok else 'MISSED'}"
                 print(f"  {row.name:70s} {row.figure:8.3f}  {goal:18s} {row.note}".rstrip(), flush=True)
                 found.append({"sample": sample, **asdict(row), "ok": row.ok})
                 missed += not row.ok

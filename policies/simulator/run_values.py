@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,6 +60,8 @@ class Setup:
     lease_times: bool = True
     """False: leases keep the times of their job's last change; only turns, packs and sentences use these."""
     guard: GuardSettings = GUARD
+    booked: Callable[[float, int, int], None] | None = None
+    """Called with the time, a job and its GPUs from then on, at each change of its allocation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -573,6 +573,8 @@ class World:
                 self._rebooked.add(name)
         self.queue.book(job.queued, tuple(self._located(share) for share in placement), self.now_s)
         job.allocated = placement
+        if self.setup.booked is not None:
+            self.setup.booked(self.now_s, job.trace.id, sum(share.gpus for share in placement))
 
     def _count(self, job: SimJob, sign: int) -> None:
         self.running += sign

@@ -91,3 +91,23 @@ def test_liars_hide_boast_or_come_in_pieces_that_end_with_the_last(small: str, m
     assert len(chain.jct_s) == len(jobs)
     assert (chain.jct_s >= [job.work_s for job in jobs]).all()
     assert {job.checkpoints or job.boasts for job in LIES["boast"](replace(jobs[0], checkpoints=False))} == {True}
+
+
+def test_the_recorded_gpu_time_is_that_of_the_jobs_and_of_their_moves(small: str) -> None:
+    jobs = population(small, "plain").jobs
+    slurm, ours = played(Play(small, scheduler="slurm")), played(Play(small, part=1.0))
+    work_s = [sum(job.gpus * job.work_s for job in jobs if job.account == name) for name in "ab"]
+    assert slurm.gpu_s.sum(axis=0).tolist() == pytest.approx(work_s)
+    moves_s = sum(job.gpus * times * philly.MOVE_S for job, times in zip(jobs, ours.restarts, strict=True))
+    assert sum(work_s) < ours.gpu_s.sum() <= sum(work_s) + moves_s
+    assert all(day.sum() <= 16 * DAY_S + 1e-6 for day in ours.gpu_s)
+
+
+def test_rows_say_what_accounts_lack_of_their_fair_gpu_time_beside_slurm(small: str) -> None:
+    rows = {row.name: row for row in ROWS["25"](Table(small, 2, Runs(1, None))) if "fair GPU time" in row.name}
+    whole, worst = (
+        rows[f"25% can move: fair GPU time that {of}"] for of in ("accounts lack", "the worst account lacks")
+    )
+    assert 0 <= whole.figure <= worst.figure <= 1
+    assert whole.limit is not None
+    assert worst.note.startswith(f"Slurm {worst.limit:.3f} (b); draws ")
