@@ -1,7 +1,7 @@
 """The one reader of Slurm's JSON: jobs, nodes and reservations as the worker around pyslurm returns them (pure).
 
-Source: the data parsers v0.0.42 to v0.0.46 of Slurm 24.11 to 26.11, by squeue and scontrol. A record that cannot be
-read costs itself only, and is counted by its reason. Bytes of users need not be UTF-8.
+Source: the data parsers v0.0.42 to v0.0.46 of Slurm 24.11 to 26.11, by squeue and scontrol; a file may be of an older
+one. A record that cannot be read costs itself only, and is counted by its reason. Bytes of users need not be UTF-8.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from math import isfinite
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_origin
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import bounds
@@ -29,6 +30,14 @@ SHARING = {
 """Words of ``shared``, up to v0.0.44, and of ``exclusive`` and ``oversubscribe``, which are to come in its place."""
 LAST_WITH_SHARED = 44
 """Later versions of the data parser have an empty ``shared``, which says nothing."""
+DATA_PARSER = re.compile(rb'"data_parser"\s*:\s*"[^"]{0,64}v0\.0\.(\d{1,4})"')
+NOTHING = frozenset({"", "NONE", "N/A", "INFINITE", "UNLIMITED", "INVALID"})
+"""Texts for a number that is not there, or has no limit."""
+NO_NUMBERS = frozenset({2**32 - 2, 2**32 - 1, 2**64 - 2, 2**64 - 1})
+"""The same as plain numbers: NO_VAL and INFINITE of slurm.h."""
+SHAPES: dict[object, inspect.Type] = {}
+"""What is known of the types of records, which takes long to find."""
+NUMBERS = (inspect.IntType, inspect.FloatType, inspect.NoneType)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,6 +46,8 @@ Text: TypeAlias = Annotated[str, Meta(max_length=2**20)]
 Words: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=int(bounds.MAX_SECONDS))]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Parts: TypeAlias = dict[str, msgspec.Raw]
+Records: TypeAlias = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)]
 
 
 class Refused(NamedTuple):
@@ -138,6 +149,7 @@ class _Job(Struct, frozen=True):
 class _Node(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     state: Words = ()
+    state_flags: Words = ()
     hostname: Text = ""
     reason: Text = ""
     reason_set_by_user: Text = ""
@@ -162,23 +174,6 @@ class _Reservation(Struct, frozen=True):
     name: Text
     start_time: Number[Epoch] = Number()
     node_list: Text = ""
-
-
-class _Plugin(Struct, frozen=True):
-    data_parser: Text = ""
-
-
-class _Meta(Struct, frozen=True):
-    plugin: _Plugin = _Plugin()
-
-
-class _Answer(Struct, frozen=True):
-    """One of Slurm's answers; which one, its key tells."""
-
-    jobs: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
-    nodes: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
-    reservations: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_RECORDS)] | None = None
-    meta: _Meta = _Meta()
 
 
 class NotSlurms(Exception):  # noqa: N818
@@ -212,15 +207,32 @@ def decode_records(raws: Sequence[msgspec.Raw], version: int, key: str) -> tuple
 
 def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int]:
     """Return the records of an answer, each still encoded, and the number of the data parser, 0 if it does not say."""
+    found: Sequence[msgspec.Raw] | None
     try:
-        answer = msgspec.json.decode(data, type=_Answer)
+        parts = msgspec.json.decode(data, type=Parts)
+        found, meta = msgspec.json.decode(parts.get(key, b"null"), type=Records | None), bytes(parts.get("meta", b""))
     except ERRORS as error:
-        raise NotSlurms(f"{error}; it begins with {data[:80]!r}") from None
-    found = getattr(answer, key)
+        found, meta = _tolerant(data, key, str(error) if data.strip() else "it is empty")
     if found is None:
         raise NotSlurms(f"it has no {key}; it begins with {data[:80]!r}")
-    version = re.search(r"v0\.0\.(\d{1,4})$", answer.meta.plugin.data_parser, re.ASCII)
+    version = DATA_PARSER.search(meta)
     return found, int(version[1]) if version else 0
+
+
+def _tolerant(data: bytes | str, key: str, reason: str) -> tuple[list[msgspec.Raw] | None, bytes]:
+    """Return the records and the meta data of an answer that is not JSON by its standard.
+
+    Slurm, and programs that copy its answers, write NaN, halves of a character and control characters: they cost the
+    record that has one. Raise NotSlurms, with the reason, for an answer that is no JSON at all.
+    """
+    try:
+        values = json.loads(data if isinstance(data, str) else data.decode("utf-8", "surrogateescape"), strict=False)
+        found, meta = values.get(key), json.dumps(values.get("meta")).encode()
+        if found is not None and not isinstance(found, list):
+            raise ValueError(reason)
+        return found and [msgspec.Raw(json.dumps(one).encode()) for one in found], meta
+    except (*ERRORS, AttributeError):
+        raise NotSlurms(f"{reason}; it begins with {data[:80]!r}") from None
 
 
 def records(
@@ -248,19 +260,65 @@ def decoded(data: bytes, kind: type[T]) -> tuple[T, list[str]]:
     """
     try:
         return msgspec.json.decode(data, type=kind), []
-    except (UnicodeDecodeError, msgspec.ValidationError):
-        values = json.loads(data.decode("utf-8", "surrogateescape"))
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        values = json.loads(data.decode("utf-8", "surrogateescape"), strict=False)
     if not isinstance(values, dict):
         raise ValueError(f"a record is an object, not {type(values).__name__}")  # noqa: TRY004 (one error for all)
     unreadable = [name for name, value in values.items() if isinstance(value, str) and not _is_utf8(value)]
     values = {name: value for name, value in values.items() if name not in unreadable}
-    return msgspec.convert(_without_nulls(values), kind), unreadable
+    shape = SHAPES.get(kind) or SHAPES.setdefault(kind, inspect.type_info(kind))
+    return msgspec.convert(_fitted(values, shape), kind), unreadable
 
 
-def _without_nulls(value: Any) -> Any:
+def _fitted(value: Any, shape: inspect.Type) -> Any:
+    """Return a value in the form that is read, for any that Slurm has for it; None for one that says nothing.
+
+    Data parsers up to v0.0.39, and later ones with ``+complex``, have plain numbers in place of ``set``, ``infinite``
+    and ``number``; of some fields the former have a text in place of a list, or the other way round.
+    """
+    kinds = shape.types if isinstance(shape, inspect.UnionType) else (shape,)
+    if isinstance(shape, inspect.StructType):
+        value = _object(value, shape)
+    elif all(isinstance(one, NUMBERS) for one in kinds):
+        value = _plain(value)
+    elif isinstance(shape, inspect.VarTupleType):
+        if isinstance(value, str) and isinstance(shape.item_type, inspect.StrType):
+            value = value.split(",") if value else []
+        if isinstance(value, list):
+            value = [_fitted(one, shape.item_type) for one in value if one is not None]
+    elif isinstance(shape, inspect.StrType):
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            value = ",".join(value)
+        value = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    elif isinstance(shape, inspect.BoolType) and isinstance(value, dict | int):
+        value = bool(_plain(value))
+    return value
+
+
+def _object(value: Any, shape: inspect.StructType) -> Any:
+    """Return an object whose parts are in the form that is read; None for one that says nothing."""
+    if get_origin(shape.cls) is Number:
+        number = _plain(value)
+        return None if number is None else {"set": True, "number": number}
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value if one is not None] if isinstance(value, list) else value
+        parts = {one.encode_name: _fitted(value.get(one.encode_name), one.type) for one in shape.fields}
+        return {name: part for name, part in parts.items() if part is not None}
+    # A plain exit code says nothing of the signal, which is a part of it now.
+    return None if isinstance(value, int | float) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return a number without what Slurm has around it; None for one that is not there or has no limit."""
+    if isinstance(value, dict):
+        value = value.get("number") if value.get("set") is True and not value.get("infinite") else None
+    elif isinstance(value, int | float) and value in NO_NUMBERS:
+        value = None
+    if isinstance(value, str):
+        text = value.strip()
+        value = None if text.upper() in NOTHING else int(text) if text.isdecimal() and text.isascii() else value
+    if isinstance(value, float):
+        value = None if not isfinite(value) else int(value) if value.is_integer() else value
+    return value
 
 
 def name_of(raw: msgspec.Raw, what: str, at: int) -> str:
@@ -317,9 +375,10 @@ def job_fields(job: _Job, *, shared_told: bool = True) -> dict[str, Any]:
 def node_fields(node: _Node) -> dict[str, Any]:
     """Return a node under the names of pyslurm's properties."""
     return {
-        "name": node.name, "hostname": node.hostname, "state": "+".join(node.state), "reason": node.reason,
-        "reason_user": node.reason_set_by_user, "partitions": list(node.partitions),
-        "available_features": list(node.features), "effective_cpus": node.effective_cpus, "total_cpus": node.cpus,
+        "name": node.name, "hostname": node.hostname, "reason": node.reason,
+        "reason_user": node.reason_set_by_user, "state": "+".join((*node.state, *node.state_flags)).upper(),
+        "partitions": list(node.partitions), "available_features": list(node.features),
+        "effective_cpus": node.effective_cpus, "total_cpus": node.cpus,
         "real_memory": node.real_memory, "allocated_cpus": node.alloc_cpus, "allocated_memory": node.alloc_memory,
         "free_memory": node.free_mem.value, "configured_gres": counts(node.gres),
         "allocated_tres": tres(node.tres_used), "allocated_gres": counts(node.gres_used),

@@ -110,8 +110,7 @@ class _Times(msgspec.Struct, frozen=True):
     eligible: Count = 0
     start: Count = 0
     end: Count = 0
-    suspended: Count | str = 0
-    """``INVALID`` where Slurm could not count it."""
+    suspended: Count = 0
     limit: Number[Count | float] = Number()
 
 
@@ -225,11 +224,10 @@ def _of_job(data: msgspec.Raw, source: str, at: int) -> JobRecord:
     times = job.time
     limit_min = times.limit.value
     moments = (times.submission, times.eligible, times.start, times.end)
-    suspended_s = 0.0 if isinstance(times.suspended, str) else float(times.suspended)
     asked = _counts(job.tres.requested)
     got = _counts(job.tres.allocated) or asked
     row = RecordRow(
-        job.job_id, job.user, job.partition, moments, suspended_s, got, gpu_count(got), job.nodes, job.account,
+        job.job_id, job.user, job.partition, moments, float(times.suspended), got, gpu_count(got), job.nodes, job.account,
         job.qos, asked, job.licenses, job.constraints, job.comment.administrator, job.submit_line, job.array,
     )  # fmt: skip
     return record_of(row, None if limit_min is None else 60 * limit_min, where)
