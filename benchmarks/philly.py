@@ -433,10 +433,16 @@ def lacked(sample: str, run: Outcome) -> Lack:
 
 
 def _fair_rows(title: str, slurm: Lack, drawn: Sequence[Lack]) -> Iterator[Row]:
-    for of, name in (("accounts lack", "whole"), ("the worst account lacks", "worst")):
-        theirs, ours = getattr(slurm, name), [getattr(one, name) for one in drawn]
-        note = f"Slurm {theirs:.3f}{f' ({slurm.account})' * (name == 'worst')}; {spread(ours)}"
-        yield Row(f"{title}: fair GPU time that {of}", float(np.mean(ours)), theirs, note.removesuffix("; "))
+    def named(found: Sequence[tuple[float, str]]) -> str:
+        return ", ".join(f"{part:.3f} {account}" for part, account in found)
+
+    title, whole = f"{title}: fair GPU time that", [one.whole for one in drawn]
+    worst, beyond = [one.worst for one in drawn], [one.beyond(slurm) for one in drawn]
+    yield Row(f"{title} accounts lack", float(np.mean(whole)), slurm.whole, f"Slurm {slurm.whole:.3f}, {spread(whole)}")
+    note = f"Slurm {named([slurm.worst])}; draws {named(worst)}"
+    yield Row(f"{title} the worst account lacks", float(np.mean([part for part, _ in worst])), slurm.worst[0], note)
+    most = float(np.mean([part for part, _ in beyond]))
+    yield Row(f"{title} one account lacks more than under Slurm", most, None, f"draws {named(beyond)}")
 
 
 def _ideal_rows(table: Table, slurm: Outcome, ours: Outcome) -> Iterator[Row]:
@@ -572,7 +578,7 @@ def main() -> int:
         for name in options.rows:
             for row in ROWS[name](table):
                 goal = "" if row.limit is None else f"goal {row.limit:.3f} {'hit' if row.ok else 'MISSED'}"
-                print(f"  {row.name:70s} {row.figure:8.3f}  {goal:18s} {row.note}".rstrip(), flush=True)
+                print(f"  {row.name:70s} {row.figure:8.3f}  {goal:19s} {row.note}".rstrip(), flush=True)
                 found.append({"sample": sample, **asdict(row), "ok": row.ok})
                 missed += not row.ok
             if options.out:

@@ -27,11 +27,20 @@ class Span(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """Part of the fair GPU time that all accounts lack, and that the worst one does."""
+    """Part of their fair GPU time that all accounts together lack, and that each one does with a hundredth of it."""
 
     whole: float
-    worst: float
-    account: str
+    parts: dict[str, float]
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """Return the largest part, and whose it is."""
+        return max(((part, name) for name, part in self.parts.items()), default=(0.0, ""))
+
+    def beyond(self, other: Lack) -> tuple[float, str]:
+        """Return how much more of its part an account lacks here than in another run: the most, and whose it is."""
+        more = [(self.parts[name] - other.parts[name], name) for name in self.parts if name in other.parts]
+        return max(more, default=(0.0, ""))
 
 
 class Recorder:
@@ -85,10 +94,9 @@ def fair_time(had: Floats, wanted: Floats, shares: Floats, gpus: int) -> tuple[F
 
 
 def lack(had: Floats, wanted: Floats, shares: Floats, gpus: int, accounts: Sequence[str]) -> Lack:
-    """Return the part of the fair GPU time that is lacked in contended days; nothing without such a day."""
+    """Return the part of the fair GPU time that is lacked on contended days; nothing without such a day."""
     lacked, fair = (found.sum(axis=0) for found in fair_time(had, wanted, shares, gpus))
-    if not fair.any():
-        return Lack(0.0, 0.0, "")
-    parts = np.where(fair >= LEAST_PART * fair.sum(), lacked / np.maximum(fair, 1), 0)
-    worst = int(parts.argmax())
-    return Lack(float(lacked.sum() / fair.sum()), float(parts[worst]), accounts[worst])
+    whole = float(fair.sum())
+    counted = np.flatnonzero(fair > LEAST_PART * whole).tolist()
+    parts = {accounts[at]: float(lacked[at] / fair[at]) for at in counted}
+    return Lack(float(lacked.sum()) / whole if whole else 0.0, parts)

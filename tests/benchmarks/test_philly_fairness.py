@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from philly_fairness import Floats, Recorder, Span, by_day, fair_parts, fair_time, lack
+from philly_fairness import Floats, Lack, Recorder, Span, by_day, fair_parts, fair_time, lack
 from philly_sample import DAY_S
 
 from cadenza.policies.inputs.trace import TraceJob
@@ -44,13 +44,22 @@ def test_a_day_counts_if_jobs_ask_for_more_than_the_cluster_has() -> None:
     assert (fair == gpu_days((0, 0), (5, 3))).all()
     assert (lacked == gpu_days((0, 0), (0, 2))).all()
     found = lack(had, gpu_days((7, 1), (12, 3)), shares, 8, ("a", "b"))
-    assert (found.whole, found.worst, found.account) == (2 / 8, pytest.approx(2 / 3), "b")
+    assert found == (2 / 8, {"a": 0, "b": pytest.approx(2 / 3)})
+    assert found.worst == (pytest.approx(2 / 3), "b")
 
 
 def test_an_account_with_hardly_any_fair_time_is_not_the_worst_one_and_no_contention_lacks_nothing() -> None:
     wanted, shares = gpu_days((990, 990, 1)), np.array([0.5, 0.4, 0.1])
-    assert lack(gpu_days((600, 400, 0)), wanted, shares, 1000, ("a", "b", "c")).account == "b"
-    assert lack(gpu_days((1, 1, 0)), wanted, shares, 2000, ("a", "b", "c")) == (0, 0, "")
+    assert lack(gpu_days((600, 400, 0)), wanted, shares, 1000, ("a", "b", "c")).worst[1] == "b"
+    none = lack(gpu_days((1, 1, 0)), wanted, shares, 2000, ("a", "b", "c"))
+    assert none == (0, {})
+    assert none.worst == (0, "")
+
+
+def test_what_an_account_lacks_beyond_another_run_is_the_most_of_those_that_count_in_both() -> None:
+    ours, slurm = Lack(0.2, {"a": 0.3, "b": 0.5, "c": 0.9}), Lack(0.3, {"a": 0.1, "b": 0.6})
+    assert ours.beyond(slurm) == (pytest.approx(0.2), "a")
+    assert slurm.beyond(ours) == (pytest.approx(0.1), "b")
 
 
 @given(st.lists(st.tuples(AMOUNTS, st.floats(0.01, 1.0)), min_size=1, max_size=6), st.floats(0.0, 1.0))
@@ -82,6 +91,5 @@ def test_an_account_lacks_what_others_have_too_much_and_nothing_where_it_asks_fo
     assert not fair[~contended].any()
     too_much = np.maximum(had - fair, 0)[contended]
     assert lacked[contended].sum(axis=1).tolist() == pytest.approx(too_much.sum(axis=1).tolist(), rel=1e-6, abs=1e-3)
-    whole, worst, _ = lack(had, wanted, shares, 100, "abc")
-    assert 0 <= whole <= 1
-    assert 0 <= worst <= 1
+    found = lack(had, wanted, shares, 100, "abc")
+    assert all(0 <= part <= 1 for part in (found.whole, *found.parts.values()))
