@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cadenza.policies.core.errors import EnvironmentLacks, InputError
-from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.clock import SystemClock, local
 from cadenza.slurm_plugin.cli.common import console, emit, json_option, moment, say
 from cadenza.slurm_plugin.report.draw import require
 from cadenza.slurm_plugin.simulations.array import Submitted
-from cadenza.slurm_plugin.simulations.runs import run_whatif
+from cadenza.slurm_plugin.simulations.runs import WhatIf, run_whatif
 from cadenza.slurm_plugin.simulations.whatif_output import as_csv, as_text, judged, page
 from cadenza.slurm_plugin.simulations.whatif_output import as_json as plain
+
+OTHER_WAY = (
+    "write two files there: `sacct --allusers --duplicates --json --starttime {} > jobs.json`, `scontrol show node "
+    "--json > nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`"
+)
 
 
 @click.command("whatif")
@@ -72,8 +79,7 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
             raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
     # 2. The runs, the verdict, and the files.
     try:
-        since_s = moment(words["since"], SystemClock().now(), "--since") if words["since"] else None
-        found = run_whatif({**words, "since_s": since_s})
+        found = _run(words)
     except Submitted as told:
         say(str(told))
         return
@@ -94,3 +100,14 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
         return
     console().print(as_text(found, comparison, judgment))
     say(f"written: {', '.join(written)}" if written else f"no page: {lacks}")
+
+
+def _run(words: Mapping[str, Any]) -> WhatIf:
+    """Return the what-if; where a machine has no commands of Slurm's, the error names the way without them."""
+    since_s = moment(words["since"], SystemClock().now(), "--since") if words["since"] else None
+    try:
+        return run_whatif({**words, "since_s": since_s})
+    except EnvironmentLacks as error:
+        if since_s is None or shutil.which("sacct") is not None:
+            raise
+        raise EnvironmentLacks(f"{error}, or {OTHER_WAY.format(local(since_s).replace(' ', 'T'))}") from None

@@ -56,11 +56,16 @@ class Number(Struct, Generic[T], frozen=True):
 def counts(text: str) -> dict[str, int]:
     """Return the resources of a list by name, memory in MB; one without a count is 1.
 
-    >>> counts("cpu=2,mem=62.50G,gres/gpu:a100:3"), counts("gpu:(null):2(IDX:0-1)")
-    ({'cpu': 2, 'mem': 64000, 'gres/gpu:a100': 3}, {'gpu': 2})
+    >>> counts("cpu=2,mem=62.50G,gres/gpu:a100:3"), counts("gpu:(null):2(IDX:0-1),gpu:t4:no_consume:1,shard:1K")
+    ({'cpu': 2, 'mem': 64000, 'gres/gpu:a100': 3}, {'gpu': 2, 'gpu:t4': 1, 'shard': 1024})
     """
-    found = COUNTED.finditer(text.replace(":(null)", ""))
-    return {one["name"]: int(float(one["count"] or 1) * MB[one["unit"] or ""]) for one in found}
+    found = COUNTED.finditer(text.replace(":(null)", "").replace(":no_consume", ""))
+    return {one["name"]: int(float(one["count"] or 1) * _unit(one["name"], one["unit"] or "")) for one in found}
+
+
+def _unit(name: str, unit: str) -> float:
+    """Return what a unit stands for: of memory MB, of anything else its number."""
+    return MB[unit] if name == "mem" or not unit else MB[unit] * 2**20
 
 
 def tres(text: str) -> dict[str, int]:

@@ -190,8 +190,11 @@ def _runs_by_job(
     found: dict[int, list[JobRecord]] = {}
     new = max(runs, default=0) + 1
     for job, rows in runs.items():
-        rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
-        for at, part in enumerate(_apart(rows)):
+        # Answers of times that overlap have a run twice, and the one that was asked first may not know its end.
+        rows.sort(key=lambda row: row.end_s or 0.0)
+        once = {(row.user, row.start_s, row.start_s is None and row.submit_s): row for row in rows}
+        ordered = sorted(once.values(), key=lambda row: (row.submit_s, row.start_s or row.submit_s))
+        for at, part in enumerate(_apart(ordered)):
             found[job if not at else new] = [replace(row, array_limit=at_once.get(row.array)) for row in part]
             new += bool(at)
     return found
@@ -223,7 +226,7 @@ class Wishes:
         self.features = {node.name: features[first[node.host]] for node in nodes if first.get(node.host) in features}
         self.types = {node.gpu_type.casefold(): node.gpu_type for node in nodes}
         self.type_on = {node.name: node.gpu_type for node in nodes}
-        self.told = any(run.gpu_type and run.type_known for run in runs)
+        self.told = any(run.type_kept for run in runs)
         """Some request names its type, so that the accounting keeps types, and one without asked for any."""
         self._barred: dict[tuple[str, bool], frozenset[str] | None] = {}
 

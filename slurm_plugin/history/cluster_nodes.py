@@ -16,6 +16,8 @@ from cadenza.slurm_plugin.gateway.slurm_values import gpu_types
 from cadenza.slurm_plugin.gateway.translate import nodes as translated
 
 MOST_NAMED = 5
+RESERVED = ("MAINTENANCE", "RESERVED", "BLOCKED")
+"""Flags of hosts that no job at large gets: a reservation has them, or a job with its part of the topology alone."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
     # 2. What Slurm has given out on all lanes of each. A host has the name of its lane 0 here.
     name_of = {node.host: node.name for node in hosts.values()}
     lanes = [node for node in all_nodes if node.host in name_of]
+    taken = {name: [flag] for flag in RESERVED for name, flags in states.items() if flag in flags}
     gpus_used, memory_mb = Counter[str](), Counter[str]()
     for lane in lanes:
         gpus_used[lane.host] += lane.gpus_used
@@ -67,7 +70,8 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
         replace(
             node, host=node.name, gpus_used=min(gpus_used[node.host], node.gpus), memory_used_mb=memory_mb[node.host],
             gpu_memory_gb=GPU_MEMORY_GB.get(node.gpu_type.upper()),
-            partitions=(partition,) if partition else node.partitions,
+            partitions=(partition,) if partition else node.partitions, drained=node.drained or node.name in taken,
+            drain_reason=node.drain_reason or "".join(f"Slurm shows it as {flag}" for flag in taken.get(node.name, ())),
         )
         for node in hosts.values()
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -18,8 +19,9 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import MAX_QUANTITY, integer, number, quoted
-from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, NotSlurms, decoded, name_of, raw_records
+from cadenza.slurm_plugin.gateway.slurm_json import ERRORS, NotSlurms, decoded, name_of, raw_records, records
 from cadenza.slurm_plugin.gateway.slurm_values import (
+    NEVER_S,
     Number,
     gpu_count,
     gpu_type,
@@ -86,6 +88,8 @@ class JobRecord:
     """Type of the GPUs that it got; empty: not known, or several."""
     type_known: bool = True
     """True if its request tells the type, or that any will do."""
+    type_kept: bool = False
+    """True if the accounting itself has the type that it asked for."""
 
 
 class JobRecords(NamedTuple):
@@ -163,6 +167,10 @@ class _Job(msgspec.Struct, frozen=True):
     array: _Array = _Array()
 
 
+class _Error(msgspec.Struct, frozen=True):
+    description: Text = ""
+
+
 class RecordRow(NamedTuple):
     """One record before its times are checked: submission, eligibility, start and end, 0 for unknown."""
 
@@ -211,8 +219,20 @@ def _of_json(text: str, source: str) -> Iterator[Callable[[], JobRecord]]:
         rows, _ = raw_records(text, "jobs")
     except NotSlurms as error:
         raise InputError(f"{source}: not the JSON of sacct --json: {error}") from None
+    if not rows:
+        raise InputError(f"{source}: sacct found no jobs{_errors(text)}")
+    if b'"job_state"' in bytes(rows[0]):
+        raise InputError(f"{source}: these jobs are of squeue or scontrol; write them with sacct --json")
     for at, row in enumerate(rows):
         yield partial(_of_job, row, source, at)
+
+
+def _errors(text: str) -> str:
+    """Return the errors that an answer of Slurm's names, after its own sentence; empty for none."""
+    with suppress(NotSlurms):
+        found, _ = records(raw_records(text, "errors")[0], _Error, "error", lambda error, _: error.description)
+        return "".join(f"; its error: {said}" for said in found[:1])
+    return ""
 
 
 def _of_job(data: msgspec.Raw, source: str, at: int) -> JobRecord:
@@ -227,7 +247,7 @@ def _of_job(data: msgspec.Raw, source: str, at: int) -> JobRecord:
     asked = _counts(job.tres.requested)
     got = _counts(job.tres.allocated) or asked
     row = RecordRow(
-        job.job_id, job.user, job.partition, moments, float(times.suspended), got, gpu_count(got), job.nodes, job.account,
+        job.job_id, job.user, job.partition, moments, times.suspended, got, gpu_count(got), job.nodes, job.account,
         job.qos, asked, job.licenses, job.constraints, job.comment.administrator, job.submit_line, job.array,
     )  # fmt: skip
     return record_of(row, None if limit_min is None else 60 * limit_min, where)
@@ -242,18 +262,22 @@ def _counts(resources: Iterable[_Resource]) -> dict[str, int]:
 
 
 def _of_table(text: str, source: str) -> Iterator[Callable[[], JobRecord]]:
-    lines = enumerate(text.splitlines(), 1)
+    # Only a line feed ends a record: users' texts hold other characters that end a line elsewhere.
+    lines = ((at, line.removesuffix("\r")) for at, line in enumerate(text.split("\n"), 1))
     columns = next((line.split("|") for _, line in lines if line.strip()), [])
     wanted = f"sacct -P --format={','.join((*FIELDS, NODES, *SITE))}"
     for name in COLUMNS:
         if name not in columns:
-            raise InputError(f"{source}: column {name!r} is missing; write it with {wanted}")
+            begins = quoted("|".join(columns))
+            raise InputError(f"{source}: column {name!r} is missing, it begins with {begins}; write it with {wanted}")
     if not any(name in columns for name in TRES):
         raise InputError(f"{source}: columns AllocTRES and ReqTRES are missing; write it with {wanted}")
     for line, row in lines:
         cells = row.split("|")
         step = "." in cells[columns.index("JobIDRaw")] if len(cells) == len(columns) else "." in cells[0]
-        if row.strip() and not step:
+        # The rest of a command line that holds a line feed, and the columns again where files were put together.
+        rest = columns[-1] == SITE[-1] and len(cells) < len(columns) and not row[:1].isdigit()
+        if row.strip() and not step and not rest and cells != columns:
             yield partial(_of_row, cells, columns, f"{source}:{line}")
 
 
@@ -279,8 +303,8 @@ def _of_row(cells: Sequence[str], columns: Sequence[str], where: str) -> JobReco
         cell.get("Licenses", ""), cell.get("Constraints", ""), cell.get("AdminComment", ""),
         cell.get("SubmitLine", ""),
     )  # fmt: skip
-    limited = limit[:1].isdigit()
-    return record_of(row, 60 * number(limit, f"{where}: TimelimitRaw", 0, 1e9) if limited else None, where)
+    limit_min = number(limit, f"{where}: TimelimitRaw") if limit[:1].isdigit() else NEVER_S
+    return record_of(row, 60 * limit_min if limit_min < NEVER_S else None, where)
 
 
 def _whole_cells(cells: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -336,8 +360,8 @@ def record_of(row: RecordRow, limit_s: float | None, where: str) -> JobRecord:
         row.gpus, memory_mb if 0 < memory_mb <= MAX_QUANTITY else None, int(min(row.tres.get("cpu", 0), MAX_COUNT)),
         node_names(row.nodes), row.account, row.qos, asked_type, nice_in(row.submit_line),
         str(row.array.job_id or ""), row.array.limits.max.running.tasks or None, licenses_in(row.licenses),
-        row.constraint, got_types[0] if len(got_types) == 1 else "",
-        row.type_told or bool(asked_type) or asks_for_gpus(row.submit_line),
+        row.constraint.replace("(null)", ""), got_types[0] if len(got_types) == 1 else "",
+        row.type_told or bool(asked_type) or asks_for_gpus(row.submit_line), bool(gpu_type(row.asked)),
     )  # fmt: skip
 
 

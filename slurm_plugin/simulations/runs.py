@@ -17,6 +17,7 @@ from cadenza.policies.simulator.figures import Summary, summarize
 from cadenza.policies.simulator.result_file import Saved, encode, save_run
 from cadenza.policies.simulator.shareable import Unshareable
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, json_of
+from cadenza.slurm_plugin.history.answer_file import read_answer
 from cadenza.slurm_plugin.history.as_it_was import NO_FEATURES, History, as_it_was, read_history
 from cadenza.slurm_plugin.history.cluster_nodes import Hosts, read_hosts, with_lanes
 from cadenza.slurm_plugin.history.job_records import JobRecords, read_job_records
@@ -25,7 +26,7 @@ from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded, Run
 from cadenza.slurm_plugin.report.units import NARROW, about
 from cadenza.slurm_plugin.simulations.array import collect
-from cadenza.slurm_plugin.simulations.request import Site, read_file
+from cadenza.slurm_plugin.simulations.request import Site
 from cadenza.slurm_plugin.simulations.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.simulations.runner import note
 
@@ -313,7 +314,7 @@ def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
     if bool(sacct) == bool(since):
         raise InputError("whatif: give either --sacct FILE, or --since WHEN on a cluster")
     if sacct:
-        return read_file(sacct, "--sacct"), str(sacct)
+        return read_answer(sacct, "--sacct"), str(sacct)
     begin = datetime.fromtimestamp(words["since_s"], UTC).astimezone()
     start = begin.strftime("%FT%T")
     return json_of(("sacct", "--allusers", "--duplicates", "--starttime", start), TIMEOUT_S), "sacct"
@@ -322,7 +323,7 @@ def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
 def _site(words: Mapping[str, Any]) -> SiteFacts:
     """Return the rules of the site: from files, or on its cluster from Slurm itself."""
     if words["site"] or not words["since"]:
-        return read_site((read_file(file, "--site"), file) for file in words["site"])
+        return read_site((read_answer(file, "--site"), file) for file in words["site"])
     return ask_site()
 
 
@@ -348,7 +349,7 @@ def _nodes(words: Mapping[str, Any], used: frozenset[str]) -> Hosts:
     if text is None:
         raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
     if Path(text).is_file():
-        return read_hosts(read_file(text, "--nodes"), text, words["partition"], used)
+        return read_hosts(read_answer(text, "--nodes"), text, words["partition"], used)
     try:
         return Hosts(read_cluster(text))
     except InputError as error:

@@ -19,7 +19,7 @@ from cadenza.policies.core.model import SiteRules
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.watch import watching
-from cadenza.slurm_plugin.history.cluster_nodes import read_hosts
+from cadenza.slurm_plugin.history.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.history.job_records import JobRecord
 from cadenza.slurm_plugin.history.queue_answer import QueueJob, read_queue
 from cadenza.slurm_plugin.simulations import watch_record
@@ -137,6 +137,18 @@ def test_a_cloud_that_has_gone_to_sleep_is_no_error(slurm):
     shown = json.loads(seen.stdout)
     assert (shown["gpus"], len(shown["waiting"])) == (0, 3)
     assert "powered down, and are left out: node1, node2." in " ".join(shown["notes"])
+
+
+def test_a_reserved_host_has_no_idle_gpus():
+    """Slurm gives them to no job at large: they are not idle beside the jobs that wait."""
+    raws = json.loads(NODES)
+    for raw, flag in zip(raws["nodes"], ("MAINTENANCE", "RESERVED"), strict=False):
+        raw["state"] = ["IDLE", flag]
+    hosts = read_hosts(json.dumps(raws), "F")
+    assert [(node.takes_jobs, node.closed_reason) for node in hosts.nodes[:2]] == [
+        (False, "is drained: Slurm shows it as MAINTENANCE"), (False, "is drained: Slurm shows it as RESERVED"),
+    ]  # fmt: skip
+    assert all(node.takes_jobs for node in with_lanes(hosts.nodes, 1)), "a what-if takes them all"
 
 
 def test_another_answer_is_refused():

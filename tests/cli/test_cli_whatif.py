@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.history.answer_file import read_answer
 from cadenza.slurm_plugin.history.as_it_was import History, as_it_was, read_history
 from cadenza.slurm_plugin.history.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.history.job_records import FIELDS, read_job_records
@@ -120,7 +122,7 @@ def test_the_past_as_it_was_counts_what_was_held_and_waited(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "column 'JobIDRaw' is missing"),
+        ("", "is empty"),
         ("{", "not the JSON of sacct"),
         (
             '{"jobs":[{"job_id":-1,"time":{}}]}',
@@ -561,6 +563,68 @@ def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     assert "no host is left to simulate: " in none.output
 
 
+def test_one_command_line_that_names_a_type_says_nothing_of_the_other_jobs():
+    """Their scripts may have asked for a type, of which the accounting has nothing."""
+    told = past(2, submit_line="sbatch --gres=gpu:a100:4 x")
+    assert [job.gpu_type for job in history_of(KINDS, past(1), told).jobs] == ["a100", "a100"]
+
+
+def test_an_accounting_whose_parts_overlap_has_each_run_once(tmp_path):
+    """Two months in one file: the columns come again, and so do the runs that were in both."""
+    still = row(2, 0, 10, -1)
+    file = table(tmp_path, row(1, 0, 5, 65), still, HEAD, row(1, 0, 5, 65), row(2, 0, 10, 40), row(1, 65, 70, 80))
+    found = read_history(read_job_records(Path(file).read_text(), "F"), read_cluster("1x4:16:64"), None)
+    assert [(job.id, job.runs, job.work_s) for job in found.jobs] == [(1, 2, 70), (2, 1, 30)]
+    assert not found.left_out
+
+
+def test_only_a_line_feed_ends_a_record_and_one_in_a_command_line_costs_nothing():
+    head = f"{HEAD}|Account|SubmitLine"
+    rows = (
+        f"{row(1, 0, 1, 9)}|a\x0bb\x85c\u2028d|sbatch --wrap=echo",
+        "sleep 1|tee x",
+        f"{row(2, 0, 1, 9)}|a|sbatch x\r",
+    )
+    found = read_job_records("\n".join((head, *rows)), "F")
+    assert not found.left_out, found.example
+    assert [run.account for run in found.runs] == ["a\x0bb\x85c\u2028d", "a"]
+    # A record that was cut is one that cannot be read.
+    assert read_job_records("\n".join((head, *rows))[:-40], "F").left_out == {"that cannot be read": 1}
+
+
+def test_slurms_values_for_none_are_none_in_a_table_too():
+    cells = row(1, 0, 1, 9).replace("|600|", "|4294967295|") + "|(null)"
+    (run,) = read_job_records(f"{HEAD}|Constraints\n{cells}", "F").runs
+    assert (run.limit_s, run.constraint) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [("ä{".encode("latin-1"), "\ufffd{"), ("ä{".encode("utf-16"), "ä{"), ("ä{".encode("utf-8-sig"), "ä{")],
+)
+def test_a_file_of_slurms_has_bytes_of_users(tmp_path, data, text):
+    file = tmp_path / "jobs"
+    file.write_bytes(data)
+    assert read_answer(str(file), "--sacct") == text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gzip.compress(b"{}"), "--sacct: '.*/jobs' is compressed: unpack it first"),
+        (b" \n", "--sacct: '.*/jobs' is empty"),
+        (b'{"jobs":[{"job_id":1,"job_state":["RUNNING"]}]}', "these jobs are of squeue or scontrol"),
+        (b'{"jobs":[],"errors":[{"description":"Access denied"}]}', "sacct found no jobs; its error: Access denied"),
+        (b"sacct: error: no\n{}", "'JobIDRaw' is missing, it begins with 'sacct: error: no'"),
+    ],
+)
+def test_another_file_than_an_answer_of_sacct_is_named(tmp_path, data, message):
+    file = tmp_path / "jobs"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        read_job_records(read_answer(str(file), "--sacct"), str(file))
+
+
 def test_a_null_of_the_accounting_costs_nothing():
     times = {"submission": 10**6, "start": 10**6, "end": 10**6 + 9, "suspended": "INVALID", "limit": None}
     nulls = past(1, time=times, tres=None, user=None, nodes=None, submit_line=None, array=None)
@@ -684,9 +748,12 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
     assert "Not given of the site's rules: limits of accounts (none), shares (all accounts equal)." in notes
 
 
-def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
+def test_a_machine_without_slurm_names_the_way_by_files(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
-    assert (result.exit_code, result.output) == (
-        3, "cadenza: scontrol is not installed here; run this where Slurm's commands are\n",
-    )  # fmt: skip
+    result = whatif("--since", "2026-11-01T08:00", "-o", str(tmp_path / "page.html"))
+    assert result.exit_code == 3
+    assert result.output == (
+        "cadenza: scontrol is not installed here; run this where Slurm's commands are, or write two files there: "
+        "`sacct --allusers --duplicates --json --starttime 2026-11-01T08:00 > jobs.json`, `scontrol show node --json > "
+        "nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`\n"
+    )
