@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 import click
 import msgspec
 
+from cadenza.policies.core.errors import InputError
 from cadenza.sidecar.clock import SystemClock, local
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, say
@@ -166,7 +167,7 @@ def _places(manifest: Manifest, config: Path) -> dict[str, Path]:
 
 
 def _read(file: Path, copy: Path) -> tuple[Manifest, dict[str, bytes]]:
-    """Return a backup's manifest and files, and write its store to ``copy``; raise ClickException for another file."""
+    """Return a backup's manifest and files, and write its store to ``copy``; raise InputError for another file."""
     try:
         with tarfile.open(file, "r:gz") as archive:
             members = dict(_members(archive, copy))
@@ -175,7 +176,7 @@ def _read(file: Path, copy: Path) -> tuple[Manifest, dict[str, bytes]]:
     except (tarfile.TarError, EOFError, ValueError, msgspec.MsgspecError) as error:
         fault = str(error)
     if fault:
-        raise click.ClickException(f"{file} is no backup of `cadenza backup`: {fault}")
+        raise InputError(f"{file} is no backup of `cadenza backup`: {fault}")
     return manifest, members
 
 
@@ -201,7 +202,7 @@ def _check(copy: Path, file: Path) -> None:
     except sqlite3.DatabaseError as error:
         verdict = str(error)
     if verdict != "ok":
-        raise click.ClickException(f"{file}: its store is damaged: {verdict}")
+        raise InputError(f"{file}: its store is damaged: {verdict}")
 
 
 def _write(path: Path, data: bytes, owner: Path | None, now_s: float, *, dry_run: bool) -> None:

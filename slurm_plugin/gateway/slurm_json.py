@@ -206,28 +206,37 @@ def decode_records(raws: Sequence[msgspec.Raw], version: int, key: str) -> tuple
 
 
 def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int]:
-    """Return the records of an answer, each still encoded, and the number of the data parser, 0 if it does not say."""
+    """Return the records of an answer, each still encoded, and the number of the data parser, 0 if it does not say.
+
+    ``key``: the records' own, behind those of the objects around them, with points.
+    """
+    *outer, key = key.split(".")
     found: Sequence[msgspec.Raw] | None
     try:
         parts = msgspec.json.decode(data, type=Parts)
-        found, meta = msgspec.json.decode(parts.get(key, b"null"), type=Records | None), bytes(parts.get("meta", b""))
+        meta = bytes(parts.get("meta", b""))
+        for name in outer:
+            parts = msgspec.json.decode(parts.get(name, b"{}"), type=Parts)
+        found = msgspec.json.decode(parts.get(key, b"null"), type=Records | None)
     except ERRORS as error:
-        found, meta = _tolerant(data, key, str(error) if data.strip() else "it is empty")
+        found, meta = _tolerant(data, [*outer, key], str(error) if data.strip() else "it is empty")
     if found is None:
         raise NotSlurms(f"it has no {key}; it begins with {data[:80]!r}")
     version = DATA_PARSER.search(meta)
     return found, int(version[1]) if version else 0
 
 
-def _tolerant(data: bytes | str, key: str, reason: str) -> tuple[list[msgspec.Raw] | None, bytes]:
+def _tolerant(data: bytes | str, keys: Sequence[str], reason: str) -> tuple[list[msgspec.Raw] | None, bytes]:
     """Return the records and the meta data of an answer that is not JSON by its standard.
 
     Slurm, and programs that copy its answers, write NaN, halves of a character and control characters: they cost the
     record that has one. Raise NotSlurms, with the reason, for an answer that is no JSON at all.
     """
     try:
-        values = json.loads(data if isinstance(data, str) else data.decode("utf-8", "surrogateescape"), strict=False)
-        found, meta = values.get(key), json.dumps(values.get("meta")).encode()
+        found = json.loads(data if isinstance(data, str) else data.decode("utf-8", "surrogateescape"), strict=False)
+        meta = json.dumps(found.get("meta")).encode()
+        for key in keys:
+            found = found.get(key)
         if found is not None and not isinstance(found, list):
             raise ValueError(reason)
         return found and [msgspec.Raw(json.dumps(one).encode()) for one in found], meta
@@ -280,7 +289,7 @@ def _fitted(value: Any, shape: inspect.Type) -> Any:
     if isinstance(shape, inspect.StructType):
         value = _object(value, shape)
     elif all(isinstance(one, NUMBERS) for one in kinds):
-        value = _plain(value)
+        value = plain_number(value)
     elif isinstance(shape, inspect.VarTupleType):
         if isinstance(value, str) and isinstance(shape.item_type, inspect.StrType):
             value = value.split(",") if value else []
@@ -291,14 +300,14 @@ def _fitted(value: Any, shape: inspect.Type) -> Any:
             value = ",".join(value)
         value = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
     elif isinstance(shape, inspect.BoolType) and isinstance(value, dict | int):
-        value = bool(_plain(value))
+        value = bool(plain_number(value))
     return value
 
 
 def _object(value: Any, shape: inspect.StructType) -> Any:
     """Return an object whose parts are in the form that is read; None for one that says nothing."""
     if get_origin(shape.cls) is Number:
-        number = _plain(value)
+        number = plain_number(value)
         return None if number is None else {"set": True, "number": number}
     if isinstance(value, dict):
         parts = {one.encode_name: _fitted(value.get(one.encode_name), one.type) for one in shape.fields}
@@ -307,7 +316,7 @@ def _object(value: Any, shape: inspect.StructType) -> Any:
     return None if isinstance(value, int | float) else value
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Return a number without what Slurm has around it; None for one that is not there or has no limit."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") is True and not value.get("infinite") else None

@@ -20,7 +20,7 @@ from cadenza.policies.inputs.queue_rules import AGE_ALONE, NAMES, Account, Qos, 
 from cadenza.policies.slurm.backfill import SLURM, STRICT, Backfill
 from cadenza.slurm_plugin.gateway.site_rules import weights_of
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
-from cadenza.slurm_plugin.gateway.slurm_json import left_out, records
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, plain_number, raw_records, records
 from cadenza.slurm_plugin.gateway.slurm_values import Number, span_s
 from cadenza.slurm_plugin.history.job_records import licenses_in
 
@@ -94,20 +94,10 @@ class _Partition(msgspec.Struct, frozen=True):
     priority: _Priority = _Priority()
 
 
-Raws = Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_RECORDS)]
-
-
-class _Shares(msgspec.Struct, frozen=True):
-    shares: Raws
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """One of Slurm's answers in JSON; which one, its only key tells."""
-
-    associations: Raws | None = None
-    qos: Raws | None = None
-    shares: _Shares | None = None
-    partitions: Raws | None = None
+ANSWERS: Mapping[str, type[_Association | _Qos | _Partition | _Share]] = {
+    "associations": _Association, "qos": _Qos, "partitions": _Partition, "shares.shares": _Share,
+}  # fmt: skip
+"""The records of each answer in JSON by their key."""
 
 
 @dataclass(frozen=True)
@@ -161,29 +151,20 @@ def _read_answer(text: str, source: str, found: _Found) -> None:
             raise InputError(f"{source}: neither scontrol show config nor JSON of sacctmgr, sshare or scontrol")
         found.config = config
         return
-    try:
-        answer = msgspec.json.decode(text, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{source}: not JSON of sacctmgr, sshare or scontrol: {error}") from None
-    if answer.associations is not None:
-        found.associations = _rows(answer.associations, _Association, source, found.notes)
-    elif answer.qos is not None:
-        found.qos = _rows(answer.qos, _Qos, source, found.notes)
-    elif answer.partitions is not None:
-        found.partitions = _rows(answer.partitions, _Partition, source, found.notes)
-    elif answer.shares is not None:
-        rows = _rows(answer.shares.shares, _Share, source, found.notes)
-        found.shares = [_association(row) for row in rows]
-    else:
-        raise InputError(f"{source}: has no associations, qos, shares or partitions of sacctmgr, sshare or scontrol")
-
-
-def _rows(raws: Iterable[msgspec.Raw], kind: type[T], source: str, notes: list[str]) -> list[T]:
-    """Return the records that can be read; a note says how many others there are."""
-    found, refused = records(raws, kind, "record", lambda record, _: record)
-    if refused:
-        notes.append(f"{source}: {left_out(refused, 'records')}")
-    return found
+    for key, kind in ANSWERS.items():
+        try:
+            raws, _ = raw_records(text, key)
+        except NotSlurms as error:
+            reason = error
+            continue
+        rows, refused = records(
+            raws, kind, "record", lambda row, _: _association(row) if isinstance(row, _Share) else row
+        )
+        if refused:
+            found.notes.append(f"{source}: {left_out(refused, 'records')}")
+        setattr(found, key.partition(".")[0], rows)
+        return
+    raise InputError(f"{source}: no associations, qos, shares or partitions of sacctmgr, sshare or scontrol: {reason}")
 
 
 def _association(row: _Share) -> _Association:
@@ -351,14 +332,13 @@ def limits_in(value: object, name: str = "") -> Iterator[Limit]:
             if isinstance(count, int) and 0 <= count <= MAX_COUNT:
                 kind = f"{item.get('type')}/{item.get('name')}" if item.get("name") else f"{item.get('type')}"
                 yield Limit(name, kind, count)
-    elif isinstance(value, dict) and {"set", "number"} <= value.keys():
-        count = value["number"]
-        known = value["set"] is True and value.get("infinite") is False and isinstance(count, int | float)
-        if known and 0 <= count <= MAX_COUNT:
-            yield Limit(name, "", count)
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and not {"set", "number"} <= value.keys():
         for key, part in value.items():
             yield from limits_in(part, f"{name}.{key}" if name else key)
+    else:
+        count = plain_number(value)
+        if isinstance(count, int | float) and not isinstance(count, bool) and 0 <= count <= MAX_COUNT:
+            yield Limit(name, "", count)
 
 
 def flat_shares(rows: Iterable[_Association]) -> dict[str, float]:

@@ -20,6 +20,8 @@ from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT
 from cadenza.slurm_plugin.site.checks import Finding, Rule, rules_for
 
 UNSET = ("", "(null)", "N/A", "NONE")
+MAX_WEIGHT = 2**32 - 16
+"""The largest weight of a node (slurm.conf(5)): Slurm refuses a file with a larger one."""
 SINGLE = frozenset({"SelectType", "SelectTypeParameters", "JobRequeue"})
 """Settings with one value; the others of the rules are lists to which a value is added."""
 LANE_RULES: tuple[Rule, ...] = (
@@ -327,7 +329,7 @@ def _lanes_of(
     for lane in range(lanes):
         wanted = msgspec.structs.replace(
             first, port=port, real_memory=part_mb, features=(*features, f"lane{lane}"),
-            weight=first.weight + WEIGHT_STEP * lane,
+            weight=min(first.weight + WEIGHT_STEP * lane, max(first.weight, MAX_WEIGHT)),
         )  # fmt: skip
         if lane:
             free = next(number for number in range(BASE_PORT + lane, 2**16) if number not in used)

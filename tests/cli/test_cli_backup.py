@@ -117,10 +117,10 @@ def test_a_running_service_is_not_restored_over(controller: Controller, monkeypa
 def test_a_file_that_is_no_backup_writes_nothing(controller: Controller, name: str) -> None:
     with tarfile.open(controller.file, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo(name), io.BytesIO())
-    said = run("backup", controller.file, "--restore", "--config", controller.config, code=1)
+    said = run("backup", controller.file, "--restore", "--config", controller.config, code=2)
     assert f"{name} is no file of a backup" in said
     controller.file.write_text("text")
-    assert "is no backup of" in run("backup", controller.file, "--restore", "--config", controller.config, code=1)
+    assert "is no backup of" in run("backup", controller.file, "--restore", "--config", controller.config, code=2)
     assert controller.files() == controller.before
 
 
@@ -133,5 +133,5 @@ def test_a_damaged_store_is_not_restored(controller: Controller) -> None:
             if member.name.startswith("store/"):
                 data = data[:4096] + bytes(len(data) - 4096)
             target.addfile(member, io.BytesIO(data))
-    assert "its store is damaged" in run("backup", damaged, "--restore", "--config", controller.config, code=1)
+    assert "its store is damaged" in run("backup", damaged, "--restore", "--config", controller.config, code=2)
     assert controller.files() == controller.before

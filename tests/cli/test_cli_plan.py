@@ -69,6 +69,10 @@ def plan(nodes: Iterable[SlurmNode], config: dict[str, str] | None = None, **cha
     return plan_lanes(tuple(nodes), PLAIN if config is None else config, **given_)
 
 
+def test_the_weight_of_a_lane_is_one_that_slurm_takes() -> None:
+    assert [node.weight for node in plan([plain(weight=2**32 - 20)]).nodes] == [2**32 - 20, 2**32 - 16]
+
+
 def test_with_full_memory_each_lane_has_what_lane_0_has() -> None:
     assert [node.real_memory for node in plan([plain()], full_memory=True).nodes] == [500_001, 500_001]
     assert [node.real_memory for node in plan([plain()]).nodes] == [250_000, 250_000]
@@ -444,6 +448,9 @@ def test_the_files_of_a_finished_site_are_found(tmp_path: Path) -> None:
     (tmp_path / "plugstack.conf.d" / "cadenza.conf").unlink()
     (found,) = [one for one in missing_files(one, tmp_path, tmp_path / "cadenza.toml") if one.level == "FAIL"]
     assert found.observation == "it does not name cadenza.so"
+    (tmp_path / "cadenza.toml").unlink()
+    _, other = [one for one in missing_files(one, tmp_path, tmp_path / "cadenza.toml") if one.level == "FAIL"]
+    assert other.advice == "cadenza plan --file cadenza.toml"
 
 
 def test_leftovers_without_slurm_says_so(command: Callable[..., Result], tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def missing_files(plan: LanePlan, folder: Path, own: Path) -> Iterator[Finding]:
     yield found(plugins, "it does not name cadenza.so", "add the line: optional cadenza.so", good=named)
     same = set(plan.lua_conf()) <= set(text_of(settings).split())
     yield found(settings, "it differs from the plan", "cadenza plan --file lua.conf", good=same)
-    table = load_settings(own)
+    table = load_settings(own) if own.exists() else Settings()
     managed = set(plan.members) <= table.guard.partitions and bool(table.agent.service)
     advice = "cadenza plan --file cadenza.toml"
     yield found(own, "[guard] partitions or [agent] service is missing", advice, good=managed)
