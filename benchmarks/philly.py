@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -433,16 +433,19 @@ def lacked(sample: str, run: Outcome) -> Lack:
 
 
 def _fair_rows(title: str, slurm: Lack, drawn: Sequence[Lack]) -> Iterator[Row]:
-    def named(found: Sequence[tuple[float, str]]) -> str:
-        return ", ".join(f"{part:.3f} {account}" for part, account in found)
+    def named(found: Iterable[tuple[float, str]]) -> str:
+        return ", ".join(f"{part:.3f} {of}" for part, of in found)
 
-    title, whole = f"{title}: fair GPU time that", [one.whole for one in drawn]
-    worst, beyond = [one.worst for one in drawn], [one.beyond(slurm) for one in drawn]
-    yield Row(f"{title} accounts lack", float(np.mean(whole)), slurm.whole, f"Slurm {slurm.whole:.3f}, {spread(whole)}")
-    note = f"Slurm {named([slurm.worst])}; draws {named(worst)}"
-    yield Row(f"{title} the worst account lacks", float(np.mean([part for part, _ in worst])), slurm.worst[0], note)
-    most = float(np.mean([part for part, _ in beyond]))
-    yield Row(f"{title} one account lacks more than under Slurm", most, None, f"draws {named(beyond)}")
+    title, both = f"{title}: fair GPU time that", (slurm, *drawn)
+    theirs, *ours = ((one.whole, f"({one.gpu_s / DAY_S:.0f} GPU days)") for one in both)
+    note = f"Slurm {named([theirs])}; draws {named(ours)}"
+    yield Row(f"{title} accounts lack", float(np.mean([part for part, _ in ours])), slurm.whole, note)
+    theirs, *ours = (one.worst for one in both)
+    note = f"Slurm {named([theirs])}; draws {named(ours)}"
+    yield Row(f"{title} the worst account lacks", float(np.mean([part for part, _ in ours])), theirs[0], note)
+    more = [one.beyond(slurm) for one in drawn]
+    most = float(np.mean([part for part, _ in more]))
+    yield Row(f"{title} one account lacks more than under Slurm", most, None, f"draws {named(more)}")
 
 
 def _ideal_rows(table: Table, slurm: Outcome, ours: Outcome) -> Iterator[Row]:

@@ -31,6 +31,8 @@ class Lack(NamedTuple):
 
     whole: float
     parts: dict[str, float]
+    gpu_s: float
+    """GPU time that all accounts together lack."""
 
     @property
     def worst(self) -> tuple[float, str]:
@@ -99,4 +101,5 @@ def lack(had: Floats, wanted: Floats, shares: Floats, gpus: int, accounts: Seque
     whole = float(fair.sum())
     counted = np.flatnonzero(fair > LEAST_PART * whole).tolist()
     parts = {accounts[at]: float(lacked[at] / fair[at]) for at in counted}
-    return Lack(float(lacked.sum()) / whole if whole else 0.0, parts)
+    all_s = float(lacked.sum())
+    return Lack(all_s / whole if whole else 0.0, parts, all_s)

@@ -44,7 +44,7 @@ def test_a_day_counts_if_jobs_ask_for_more_than_the_cluster_has() -> None:
     assert (fair == gpu_days((0, 0), (5, 3))).all()
     assert (lacked == gpu_days((0, 0), (0, 2))).all()
     found = lack(had, gpu_days((7, 1), (12, 3)), shares, 8, ("a", "b"))
-    assert found == (2 / 8, {"a": 0, "b": pytest.approx(2 / 3)})
+    assert found == (2 / 8, {"a": 0, "b": pytest.approx(2 / 3)}, 2 * DAY_S)
     assert found.worst == (pytest.approx(2 / 3), "b")
 
 
@@ -52,12 +52,12 @@ def test_an_account_with_hardly_any_fair_time_is_not_the_worst_one_and_no_conten
     wanted, shares = gpu_days((990, 990, 1)), np.array([0.5, 0.4, 0.1])
     assert lack(gpu_days((600, 400, 0)), wanted, shares, 1000, ("a", "b", "c")).worst[1] == "b"
     none = lack(gpu_days((1, 1, 0)), wanted, shares, 2000, ("a", "b", "c"))
-    assert none == (0, {})
+    assert none == (0, {}, 0)
     assert none.worst == (0, "")
 
 
 def test_what_an_account_lacks_beyond_another_run_is_the_most_of_those_that_count_in_both() -> None:
-    ours, slurm = Lack(0.2, {"a": 0.3, "b": 0.5, "c": 0.9}), Lack(0.3, {"a": 0.1, "b": 0.6})
+    ours, slurm = Lack(0.2, {"a": 0.3, "b": 0.5, "c": 0.9}, 1.0), Lack(0.3, {"a": 0.1, "b": 0.6}, 1.0)
     assert ours.beyond(slurm) == (pytest.approx(0.2), "a")
     assert slurm.beyond(ours) == (pytest.approx(0.1), "b")
 
