@@ -41,7 +41,8 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
 
     They are in the partitions that Slurm names, or in ``partition`` alone. Several lanes of one host count once. A host
     of a cloud that is powered down counts if it is among ``used``, the nodes that jobs of the past had: no answer says
-    how many of the others a site would pay for. Hosts that are left out are named. Raise InputError for another file,
+    how many of the others a site would pay for. So does one that is down or drained: it may have been so all the time.
+    Hosts that are left out are named. Raise InputError for another file,
     and for one without GPUs; where all hosts are powered down, there are none, and a note.
     """
     # 1. The nodes that can be read, and those of them that count.
@@ -92,7 +93,7 @@ def _kept(
     Add sentences on those that are left out.
     """
     kept: dict[str, Node] = {}
-    asleep, odd = list[Node](), list[str]()
+    asleep, closed, odd = list[Node](), list[str](), list[str]()
     for node in nodes:
         if node.lane or not node.gpus or "FUTURE" in states[node.name]:
             continue
@@ -100,6 +101,8 @@ def _kept(
             continue
         if node.asleep and "CLOUD" in states[node.name] and node.name not in used:
             asleep.append(node)
+        elif used and node.name not in used and any(states[node.name]) and not (node.asleep or node.takes_jobs):
+            closed.append(node.name)
         elif node.gpus > min(MAX_GPUS, node.cpus):
             odd.append(f"{node.name} ({node.gpus} GPUs, {node.cpus} CPUs)")
         else:
@@ -108,6 +111,8 @@ def _kept(
         notes.append(
             f"Hosts of a cloud that are powered down, and are left out: {_named([node.name for node in asleep])}."
         )
+    if closed:
+        notes.append(f"Hosts that are down or drained and had no job of the past, and are left out: {_named(closed)}.")
     if odd:
         notes.append(f"Hosts with more GPUs than CPUs or than {MAX_GPUS}, which are left out: {_named(odd)}.")
     return kept, asleep

@@ -569,6 +569,19 @@ def test_the_wait_of_a_job_that_cadenza_held_counts_from_its_submission():
     assert [run.submit_s - 10**6 for run in runs] == [500, 0]
 
 
+def test_a_host_that_is_down_counts_if_jobs_of_the_past_had_it():
+    """A dead one that is still in slurm.conf would make the cluster larger than it was."""
+    raws = [node("up", "gpu:4")] + [
+        node(name, "gpu:4", state=state)
+        for name, state in (("d1", ["DOWN", "NOT_RESPONDING"]), ("d2", ["IDLE", "DRAIN"]), ("d3", ["DOWN"]))
+    ]
+    found = read_hosts(json.dumps({"nodes": raws}), "F", used=frozenset({"up", "d3"}))
+    assert [one.name for one in found.nodes] == ["d3", "up"]
+    assert found.notes == ("Hosts that are down or drained and had no job of the past, and are left out: d1, d2.",)
+    # A watch shows them all, and an accounting without nodes says nothing of them.
+    assert len(read_hosts(json.dumps({"nodes": raws}), "F", used=frozenset()).nodes) == 4
+
+
 @pytest.mark.slow
 def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     asleep = [node(name, "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]) for name in ("d1", "d2")]
