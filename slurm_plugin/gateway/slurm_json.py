@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, inspect
 
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import bounds
-from cadenza.slurm_plugin.gateway.slurm_values import Number, counts, hosts, state_of, tres
+from cadenza.slurm_plugin.gateway.slurm_values import Number, counts, divided_gpus, hosts, state_of, tres
 
 MAX_RECORDS = 10_000_000
 MOST_NAMED = 5
@@ -31,7 +31,7 @@ SHARING = {
 LAST_WITH_SHARED = 44
 """Later versions of the data parser have an empty ``shared``, which says nothing."""
 DATA_PARSER = re.compile(rb'"data_parser"\s*:\s*"[^"]{0,64}v0\.0\.(\d{1,4})"')
-NOTHING = frozenset({"", "NONE", "N/A", "INFINITE", "UNLIMITED", "INVALID"})
+NOTHING = frozenset({"", "NONE", "N/A", "INFINITE", "INFINITY", "UNLIMITED", "INVALID"})
 """Texts for a number that is not there, or has no limit."""
 NO_NUMBERS = frozenset({2**32 - 2, 2**32 - 1, 2**64 - 2, 2**64 - 1})
 """The same as plain numbers: NO_VAL and INFINITE of slurm.h."""
@@ -391,6 +391,7 @@ def node_fields(node: _Node) -> dict[str, Any]:
         "real_memory": node.real_memory, "allocated_cpus": node.alloc_cpus, "allocated_memory": node.alloc_memory,
         "free_memory": node.free_mem.value, "configured_gres": counts(node.gres),
         "allocated_tres": tres(node.tres_used), "allocated_gres": counts(node.gres_used),
+        "divided_gpus": divided_gpus(node.gres_used),
         "slurm_version": node.version, "weight": node.weight,
         "reason_time": node.reason_changed_at.value or None, "slurmd_start_time": node.slurmd_start_time.value or None,
     }  # fmt: skip

@@ -32,6 +32,7 @@ COUNTED = re.compile(
 """A resource such as ``gres/gpu:a100:2``, ``gpu:a100:4(S:0-1)``, ``mem=62.50G`` in a list."""
 NEEDED = re.compile(r"(?:^|,)(?P<part>(?:cpu|mem|gres/gpu(?::[^,=]*)?)=(?!\d{1,12}(?:\.\d{1,6})?[KMGTP]?(?:,|$))[^,]*)")
 """A part of a list of TRES that is read and holds no count."""
+DIVIDED = re.compile(r"(?:^|,)(?:shard|mps):[^(),]*\((?=[\d-])([\d/,-]+)\)", re.ASCII)
 HOSTS = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*")
 RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,4}))?)?", re.ASCII)
 SPAN = re.compile(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,2})(?:\.\d+)?", re.ASCII)
@@ -185,6 +186,18 @@ def wanted_type(raw: Raw) -> str:
 def node_gpus_used(raw: Raw) -> int:
     """Return the GPUs of a node that Slurm has given out."""
     return gpu_count(raw.get("allocated_tres") or {}) or gpu_count(raw.get("allocated_gres") or {})
+
+
+def divided_gpus(text: str) -> int:
+    """Return the GPUs of which jobs have parts (gres/shard, gres/mps), by what is in use of a node's resources.
+
+    The list has the parts of each GPU that are in use, ``-`` for one that a job has as a whole (_node_gres_used() of
+    Slurm's gres.c).
+
+    >>> divided_gpus("gpu:a100:1(IDX:3),shard:a100:3(1/8,2/8,0/8,-/8)"), divided_gpus("gpu:a100:2(IDX:0-1)")
+    (2, 0)
+    """
+    return sum(part[0] not in "0-" for parts in DIVIDED.findall(text) for part in parts.split(","))
 
 
 # --- States ----------------------------------------------------------------------------------------------

@@ -319,6 +319,7 @@ def _left_out(rows: Sequence[JobRecord], sizes: Sizes, wishes: Wishes) -> str:
     each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
     reasons = (
         (not any((name, "") in gpus for name in last.partition.split(",")), "in other partitions"),
+        (last.has_parts, "with parts of GPUs (gres/shard, gres/mps)"),
         (not last.gpus, NO_GPUS),
         (all(row.start_s is None for row in rows), "never started"),
         (last.end_s is None, "not over"),

@@ -52,7 +52,11 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
         raise InputError(f"{source}: not the JSON of scontrol show node --json: {error}") from None
     notes = [f"{source}: {said}"] if (said := left_out(refused, "nodes")) else []
     states = {raw["name"]: frozenset(raw["state"].split("+")) for raw in raws}
-    all_nodes = translated(raws)
+    parts = {raw["name"]: raw["divided_gpus"] for raw in raws if raw["divided_gpus"]}
+    all_nodes = [replace(node, gpus=max(node.gpus - parts.get(node.name, 0), 0)) for node in translated(raws)]
+    if parts:
+        named = _named([f"{name} ({count})" for name, count in parts.items()])
+        notes.append(f"GPUs of which jobs have parts (gres/shard, gres/mps), and are left out: {named}.")
     hosts, asleep = _kept(all_nodes, states, partition, used or frozenset(), notes)
     if mixed := [raw["name"] for raw in raws if raw["name"] in hosts and len(gpu_types(raw["configured_gres"])) > 1]:
         notes.append(f"Hosts with GPUs of several types, which all count as the first of them: {_named(mixed)}.")

@@ -44,6 +44,7 @@ NODES = "NodeList"
 SITE = ("Account", "QOS", "Licenses", "Constraints", "SubmitLine")
 """Columns of what a site's rules go by; the last two, which may hold bars, have to be the last."""
 SUBMITS = re.compile(r"(\S*/)?(sbatch|srun|salloc)(\s|$)")
+PARTS = re.compile(r"gres/(shard|mps)(:|$)")
 HELD_NOTE = re.compile(r"^cadenza: held$", re.MULTILINE)
 """Note in the administrator's comment of a job that Cadenza held at its submission, which it no longer does."""
 
@@ -90,6 +91,8 @@ class JobRecord:
     """True if its request tells the type, or that any will do."""
     type_kept: bool = False
     """True if the accounting itself has the type that it asked for."""
+    has_parts: bool = False
+    """True if it had parts of GPUs (gres/shard, gres/mps) in place of whole ones."""
 
 
 class JobRecords(NamedTuple):
@@ -362,6 +365,7 @@ def record_of(row: RecordRow, limit_s: float | None, where: str) -> JobRecord:
         str(row.array.job_id or ""), row.array.limits.max.running.tasks or None, licenses_in(row.licenses),
         row.constraint.replace("(null)", ""), got_types[0] if len(got_types) == 1 else "",
         row.type_told or bool(asked_type) or asks_for_gpus(row.submit_line), bool(gpu_type(row.asked)),
+        not row.gpus and any(count and PARTS.match(name) for name, count in row.tres.items()),
     )  # fmt: skip
 
 

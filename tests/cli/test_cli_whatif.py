@@ -582,6 +582,17 @@ def test_a_host_that_is_down_counts_if_jobs_of_the_past_had_it():
     assert len(read_hosts(json.dumps({"nodes": raws}), "F", used=frozenset()).nodes) == 4
 
 
+def test_gpus_that_jobs_share_by_parts_are_none_that_a_job_can_have():
+    """Slurm never gives a GPU as a whole of which a job has a shard; they were idle beside jobs that wait."""
+    raws = [node("s1", "gpu:a100:4,shard:a100:32", gres_used="gpu:a100:1(IDX:3),shard:a100:3(1/8,2/8,0/8,-/8)"),
+            node("s2", "gpu:4,shard:8", gres_used="gpu:0(IDX:N/A),shard:8(2/2,2/2,2/2,2/2)")]  # fmt: skip
+    found = read_hosts(json.dumps({"nodes": raws}), "F")
+    assert [(one.name, one.gpus, one.gpus_used) for one in found.nodes] == [("s1", 2, 1)]
+    assert "are left out: s1 (2), s2 (4)." in found.notes[0]
+    parts = past(1, tres={"allocated": [{"type": "gres", "name": "shard", "count": 4}]})
+    assert history_of(KINDS, parts).left_out == {"with parts of GPUs (gres/shard, gres/mps)": 1}
+
+
 @pytest.mark.slow
 def test_a_cloud_host_that_sleeps_counts_if_jobs_of_the_past_had_it(tmp_path):
     asleep = [node(name, "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]) for name in ("d1", "d2")]
