@@ -36,7 +36,7 @@ NOTHING = frozenset({"", "NONE", "N/A", "INFINITE", "INFINITY", "UNLIMITED", "IN
 NO_NUMBERS = frozenset({2**32 - 2, 2**32 - 1, 2**64 - 2, 2**64 - 1})
 """The same as plain numbers: NO_VAL and INFINITE of slurm.h."""
 SHAPES: dict[object, inspect.Type] = {}
-"""What is known of the types of records, which takes long to find."""
+"""The fields of each type of records, which take long to find."""
 NUMBERS = (inspect.IntType, inspect.FloatType, inspect.NoneType)
 
 T = TypeVar("T")

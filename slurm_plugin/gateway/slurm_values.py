@@ -65,7 +65,7 @@ def counts(text: str) -> dict[str, int]:
 
 
 def _unit(name: str, unit: str) -> float:
-    """Return what a unit stands for: of memory MB, of anything else its number."""
+    """Return the factor of a unit: MB for memory, a number for anything else."""
     return MB[unit] if name == "mem" or not unit else MB[unit] * 2**20
 
 
