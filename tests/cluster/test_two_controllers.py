@@ -144,9 +144,13 @@ FIRST_ROUND_S = 30
 """Longest time from Slurm's takeover to the first round of the service there."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two controllers, each with the service, and one host of four GPUs where jobs take turns on two lanes."""
+    """Two controllers, each with the service, and one host of four GPUs where jobs take turns on two lanes.
+
+    Each test has a cluster of its own: where slurmdbd is lost with the first controller a second time, Slurm's backup
+    finds no associations in the saved state, and waits for slurmdbd.
+    """
     cluster = Cluster(f"cadenzaboth{os.getpid()}")
     settings = tmp_path_factory.mktemp("both") / "both.toml"
     settings.write_text(BOTH)
