@@ -19,8 +19,8 @@ from cadenza.slurm_plugin.simulations.whatif_output import as_csv, as_text, judg
 from cadenza.slurm_plugin.simulations.whatif_output import as_json as plain
 
 OTHER_WAY = (
-    "write two files there: `sacct --allusers --duplicates --json --starttime {} > jobs.json`, `scontrol show node "
-    "--json > nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`"
+    "write two files there: `sacct --allusers --duplicates --json --starttime {} > jobs.json`, `scontrol --all show "
+    "node --json > nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`"
 )
 
 
@@ -29,9 +29,9 @@ OTHER_WAY = (
               help="Accounting: sacct --allusers --duplicates --json, or sacct -P.")  # fmt: skip
 @click.option("--since", metavar="WHEN", help="Ask this cluster instead: jobs since 28d ago, or since a date.")
 @click.option("--nodes", metavar="TEXT|FILE",
-              help="The cluster as 16x8:24:500, or a file of scontrol show node --json.")  # fmt: skip
+              help="The cluster as 16x8:24:500, or a file of scontrol --all show node --json.")  # fmt: skip
 @click.option("--site", metavar="FILE", multiple=True,
-              help="Rules of its Slurm, a file each: scontrol show config; with --json scontrol show partition, "
+              help="Rules of its Slurm, a file each: scontrol show config; with --json scontrol --all show partition, "
               "sacctmgr show assoc, sacctmgr show qos, sshare --all.")  # fmt: skip
 @click.option("--partition", metavar="NAME", help="Jobs and nodes of this partition only.")
 @click.option(
@@ -63,7 +63,7 @@ def command(*, output: tuple[Path, ...], as_json: bool, **words: Any) -> None:
 
     \b
     sacct --allusers --duplicates --json --starttime now-28days > jobs.json
-    scontrol show node --json > nodes.json
+    scontrol --all show node --json > nodes.json
     cadenza whatif --sacct jobs.json --nodes nodes.json
     """  # noqa: D301 (the escape tells click to keep the lines)
     # 1. Without matplotlib there is no page, and the table says as much as it can.

@@ -34,7 +34,7 @@ AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
 HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample", "movable", "users", "draws")
 ASKED = (
-    (answer_of, ("scontrol", "show", "config")), (json_of, ("scontrol", "show", "partition")),
+    (answer_of, ("scontrol", "show", "config")), (json_of, ("scontrol", "--all", "show", "partition")),
     (json_of, ("sacctmgr", "show", "assoc")), (json_of, ("sacctmgr", "show", "qos")),
 )  # fmt: skip
 """Commands that tell a cluster's rules."""
@@ -345,9 +345,13 @@ def _nodes(words: Mapping[str, Any], used: frozenset[str]) -> Hosts:
     """Return the hosts, of which jobs of the past ``used`` some; a text is their shape, or the name of a file."""
     text = words["nodes"]
     if text is None and words["since"]:
-        return read_hosts(json_of(("scontrol", "show", "node"), TIMEOUT_S), "scontrol", words["partition"], used)
+        return read_hosts(
+            json_of(("scontrol", "--all", "show", "node"), TIMEOUT_S), "scontrol", words["partition"], used
+        )
     if text is None:
-        raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
+        raise InputError(
+            "--nodes: is missing; a file of scontrol --all show node --json, or a shape such as 4x8:24:500"
+        )
     if Path(text).is_file():
         return read_hosts(read_answer(text, "--nodes"), text, words["partition"], used)
     try:

@@ -359,7 +359,7 @@ def test_the_command_asks_only_and_adds_to_its_file(slurm, tmp_path):
     sums = totals(decode(file.read_bytes(), "F"))
     assert sums.waiting_job_s == pytest.approx(3 * 60.0, rel=0.2)
     assert set(slurm.calls) == {
-        "scontrol ping --json=list", "scontrol show config", "scontrol show node --json=v0.0.45",
+        "scontrol ping --json=list", "scontrol show config", "scontrol --all show node --json=v0.0.45",
         "squeue --all --states=all --json=v0.0.45",
     }  # fmt: skip
 

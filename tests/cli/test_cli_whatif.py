@@ -781,8 +781,8 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
     folder.mkdir()
     scripts = {
         "sacct": f"cat {HERE}/sacct_accounts_26_05.json",
-        "scontrol": f"cd {HERE}; case $2 in --json=list) ;; config) cat {RULES[0]};; part*) cat {RULES[1]};; "
-        f"*) cat {SCONTROL};; esac",
+        "scontrol": f'cd {HERE}; case "$*" in *=list) ;; *config) cat {RULES[0]};; *part*) cat {RULES[1]};; '
+        f"--all*) cat {SCONTROL};; esac",
         "sacctmgr": f'case "$2" in qos) cat {HERE}/{RULES[3]};; *) echo no slurmdbd >&2; exit 1;; esac',
     }
     for name, script in scripts.items():
@@ -802,6 +802,6 @@ def test_a_machine_without_slurm_names_the_way_by_files(monkeypatch, tmp_path):
     assert result.exit_code == 3
     assert result.output == (
         "cadenza: scontrol is not installed here; run this where Slurm's commands are, or write two files there: "
-        "`sacct --allusers --duplicates --json --starttime 2026-11-01T08:00 > jobs.json`, `scontrol show node --json > "
-        "nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`\n"
+        "`sacct --allusers --duplicates --json --starttime 2026-11-01T08:00 > jobs.json`, `scontrol --all show node "
+        "--json > nodes.json`; and give them here: `cadenza whatif --sacct jobs.json --nodes nodes.json`\n"
     )

@@ -44,7 +44,7 @@ def show_leftovers(config: Path | None, *, as_json: bool) -> int:
     slurm: dict[str, str] = {}
     try:
         slurm = slurm_config()
-        left += in_slurm(decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))[0])
+        left += in_slurm(decode_nodes(json_of(("scontrol", "--all", "show", "node"), TIMEOUT_S))[0])
         left += in_accounting(slurm)
     except CadenzaError as error:
         silent = str(error)

@@ -69,7 +69,7 @@ def command(  # noqa: PLR0913 (its options)
         raise SystemExit(show_leftovers(config, as_json=as_json))
     # 1. What Slurm says, and what it lacks.
     slurm = slurm_config()
-    present, refused = decode_nodes(json_of(("scontrol", "show", "node"), TIMEOUT_S))
+    present, refused = decode_nodes(json_of(("scontrol", "--all", "show", "node"), TIMEOUT_S))
     chosen = [one for expression in nodes for one in names_in(expression)]
     folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
     full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"

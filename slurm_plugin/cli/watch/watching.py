@@ -29,7 +29,8 @@ from cadenza.slurm_plugin.simulations.whatif_output import judged, page
 
 TIMEOUT_S = 60.0
 QUEUE = ("squeue", "--all", "--states=all")
-NODES = ("scontrol", "show", "node")
+NODES = ("scontrol", "--all", "show", "node")
+"""Also those of partitions that are hidden, or are for other groups: else neither they nor their GPUs are there."""
 
 
 class Watch:
