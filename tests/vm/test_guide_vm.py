@@ -74,15 +74,20 @@ def test_a_relay_of_a_login_node_passes_questions_on_under_its_unit(site: Site) 
     change = shlex.quote(r"s/^\[service\]/&\nrelays = ['gpu2']/")
     site.said("ctl", f"cd /etc/cadenza && cp -p cadenza.toml kept && sed -i {change} cadenza.toml")
     site.said("ctl", "systemctl reload cadenzad")
-    site.said("gpu2", "systemctl start cadenza-relay && systemctl is-active cadenza-relay")
-    assert site.said("gpu2", "systemctl is-active cadenza-agent || true").split() == ["inactive"], "it has the socket"
-    shown = shlex.join([*AS_USER, "/opt/cadenza/bin/cadenza", "top", "--once", "--json"])
+    # A host has no package with the users' commands, and nothing of one may be left on it.
+    site.said("gpu2", "for deb in /srv/cadenza/cadenza{,-agent,-client}_*.deb; do dpkg -x $deb /tmp/commands; done")
+    started = site.said("gpu2", "systemctl start cadenza-relay")
+    active = site.said("gpu2", "systemctl is-active cadenza-relay cadenza-agent").split()
+    assert active == ["active", "inactive"], started
+    place = "PYTHONPATH=/tmp/commands/usr/lib/python3/dist-packages"
+    words = ("python3", "-m", "cadenza.slurm_plugin.cli", "top", "--once", "--json")
+    shown = shlex.join([*AS_USER, place, *words])
 
     def answered() -> bool:
-        return '"gpus"' in site.said("gpu2", f"{shown} || true")
+        return '"gpus"' in site.said("gpu2", shown)
 
     wait_for("the service's answer to a user who has no job there", answered, site.patience_s)
-    site.said("gpu2", "systemctl start cadenza-agent && systemctl is-active cadenza-agent")
+    site.said("gpu2", "systemctl start cadenza-agent; rm -r /tmp/commands")
     site.said("ctl", "cd /etc/cadenza && mv kept cadenza.toml && systemctl reload cadenzad")
 
 
