@@ -30,7 +30,7 @@ SHARING = {
 """Words of ``shared``, up to v0.0.44, and of ``exclusive`` and ``oversubscribe``, which are to come in its place."""
 LAST_WITH_SHARED = 44
 """Later versions of the data parser have an empty ``shared``, which says nothing."""
-DATA_PARSER = re.compile(rb'"data_parser"\s*:\s*"[^"]{0,64}v0\.0\.(\d{1,4})"')
+DATA_PARSER = re.compile(rb'"data_parser"\s*:\s*"[^"]{0,64}v0\.0\.(\d{1,4})')
 NOTHING = frozenset({"", "NONE", "N/A", "INFINITE", "INFINITY", "UNLIMITED", "INVALID"})
 """Texts for a number that is not there, or has no limit."""
 NO_NUMBERS = frozenset({2**32 - 2, 2**32 - 1, 2**64 - 2, 2**64 - 1})
