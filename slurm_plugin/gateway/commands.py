@@ -37,6 +37,7 @@ def answer(*words: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """
     selecting = ("SQUEUE_", "SCONTROL_", "SLURM_CLUSTERS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(selecting)}
+    # squeue cuts the list of an array's tasks after 64 characters by default (squeue(1), SLURM_BITSTR_LEN).
     environment |= {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
     try:
         done = subprocess.run(

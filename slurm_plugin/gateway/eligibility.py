@@ -140,6 +140,7 @@ class Site:
         host: they have the same GPUs.
         """
         own = frozenset((job.get("reservation") or "").split(",")) - {""}
+        # Slurm starts a job on nodes of a later reservation only if its time limit ends before that begins.
         ends_s = self.now_s + 60.0 * job["time_limit"] if job.get("time_limit") else inf
         asked = _Asked(
             _constraint(job),
@@ -158,6 +159,7 @@ class Site:
         taken = [nodes for name, _, nodes in self.reservations if name in asked.others]
         for name in frozenset(asked.excluded).union(*taken):
             barred |= self.lanes.get(name, frozenset())
+        # A job of a reservation starts on the nodes of that one alone, and not before it begins.
         if asked.own:
             active = [
                 nodes for name, start_s, nodes in self.reservations if name in asked.own and start_s <= self.now_s

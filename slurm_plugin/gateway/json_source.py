@@ -82,6 +82,7 @@ class Record:
 
     def requeue(self, *, hold: bool) -> None:
         """Requeue the job, with ``hold`` into held state."""
+        # One step for requeue and hold: between two of them Slurm could start the job again.
         command("scontrol", "requeuehold" if hold else "requeue", self.task)
 
 
@@ -108,6 +109,7 @@ class SlurmCommands:
 
     def jobs(self) -> Iterable[Any]:
         """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
+        # Without --states=all squeue leaves finished jobs out, also one that a killed slurmctld took for failed.
         jobs = self._list("jobs", read_jobs, "squeue", "--all", "--states=all")
         self._learn_sharing([job for job in jobs if job.resource_sharing is None and KEY in job.comment])
         return jobs
@@ -136,6 +138,7 @@ class SlurmCommands:
 
     def nodes(self) -> Iterable[Any]:
         """Return all nodes."""
+        # Without --all an ordinary user sees no nodes of partitions that are hidden or closed to that user's groups.
         return self._list("nodes", read_nodes, "scontrol", "--all", "show", "nodes")
 
     def reservations(self) -> list[dict[str, Any]]:
@@ -182,6 +185,7 @@ class SlurmCommands:
         first = {name: value for name, value in changes.items() if name in OPTIONS}
         start = ("StartTime=now",) if "begin_time" in changes else ()
         name = job.task if first else job.tasks
+        # The change comes before the release, or Slurm could start the job as it was.
         if first or start:
             update(f"JobId={job.task}", first, *start)
         if "priority" in changes:

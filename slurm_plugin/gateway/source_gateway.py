@@ -235,6 +235,7 @@ def problem_of(worker: Source) -> str | None:
     try:
         pyslurm = str(worker.greeting()["pyslurm"])
         slurm = release_of_commands()
+        # pyslurm has copies of Slurm's internal structures: with another release than theirs it may crash.
         if release_of(pyslurm) != release_of(slurm):
             return f"pyslurm {pyslurm} is not for Slurm {slurm}"
         worker.ask("trying pyslurm", "ping")

@@ -104,8 +104,10 @@ def snapshot(raw: Raw, known: Known | None = None) -> ClusterSnapshot:
 
 def _as_before(before: Raw, one: Job, record: Raw, now_s: float, site: Site) -> Job | None:
     """Return a job whose record has not changed, but for the time that it has run; None if it must be translated."""
+    # What an end and a hold mean depends on slurmctld's start, which is no part of the record.
     if (record is not before and record != before) or one.state == "OTHER" or one.held:
         return None
+    # A reservation that comes, begins or ends changes the nodes of a job whose own record stays the same.
     if (one.options is not None or (one.state == "PENDING" and one.gpus)) and site.barred(record) != one.barred:
         return None
     return changed(one, run_s=run_s(record, now_s)) if one.state == "RUNNING" else one
@@ -146,6 +148,7 @@ def job(
         submit_s=float(raw["submit_time"] or 0),
         name=printable(raw["name"] or ""),
         state_reason="" if raw["state_reason"] in {None, "None"} else printable(raw["state_reason"]),
+        # Until a job runs this is Slurm's forecast, which each pass of backfill may change.
         start_s=float(raw["start_time"]) if state != "PENDING" and raw["start_time"] else None,
         run_s=run_s(raw, now_s) if state != "PENDING" else None,
         suspended_s=float(raw["suspend_time"]) if state == "SUSPENDED" and raw["suspend_time"] else None,
@@ -164,6 +167,7 @@ def job(
         starting=raw["state"] in _STARTING,
         options=options,
         unmanageable=unmanageable,
+        # Slurm requeues batch jobs only: it has no script of others to start again.
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
         terminated_s=ended_s,
     )
@@ -369,6 +373,7 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         name=raw["name"],
         host=host,
         lane=lane,
+        # Slurm gives jobs no CPUs that the site sets aside (CoreSpecCount, CpuSpecList).
         cpus=raw["effective_cpus"] or raw["total_cpus"] or 0,
         memory_mb=raw["real_memory"] or 0,
         gpus=gpu_count(gres),

@@ -186,10 +186,12 @@ class Verbs:
         """
         jobs = list(self._slurm.jobs())
         nodes = self._nodes.get(lambda: [self._slurm.node_fields(node) for node in self._slurm.nodes()], seated(jobs))
+        # The start of slurmctld tells what its restart did to these from what an admin did, and is an RPC of its own.
         drained = any("DRAIN" in node["state"] for node in nodes)
         held = any(job.priority == 0 and job.state == "PENDING" and job.requeue_count for job in jobs)
         terminated = [job for job in jobs if (job.state, job.exit_code_signal) == TERMINATED]
         started_s = self._started_s.get(self._slurm.started_s) if drained or held or terminated else None
+        # slurmctld shows finished jobs for MinJobAge, 300 s by default, and a busy site has thousands of them.
         shown = [*(job for job in jobs if job.state not in FINISHED), *terminated]
         return {
             "schema": "cadenza.recording/1",
@@ -256,6 +258,7 @@ class Verbs:
         With ``failed`` only one that has failed.
         """
         states = ("FAILED",) if request.get("failed") else ("RUNNING", "SUSPENDED", "CONFIGURING")
+        # Slurm requeues a finished job, too: one that ended just before the request would run a second time.
         self._job_in(request, *states).requeue(hold=bool(request["hold"]))
 
     def factor(self, request: Request) -> None:
@@ -284,6 +287,7 @@ class Verbs:
         if not going:
             raise Stale("; ".join(left_out) or "no job was named")
         for factor, jobs in going.items():
+            # A requeue keeps the SiteFactor: as soon as a job is back, it is behind the one that waits.
             _set_factor(jobs, factor)
         command("scontrol", "requeue", ",".join(scontrol_name(job) for jobs in going.values() for job in jobs))
         return left_out
@@ -307,7 +311,9 @@ class Verbs:
 
         One that Slurm delays because it was requeued may start at once.
         """
+        # A hold is a priority of 0 in Slurm, whoever ordered it.
         if not job.priority:
+            # A requeue sets a begin time: by requeue_delay (25.11), else two minutes ahead, for the old credential.
             if delayed_by_requeue(job, clock.now()):
                 changes["begin_time"] = int(clock.now())
             changes["priority"] = INFINITE
@@ -328,6 +334,7 @@ class Verbs:
         if "memory_per_node" in request:
             changes["memory_per_node"] = int(request["memory_per_node"])
         elif "memory" in request:
+            # Slurm has no memory of a job as a whole: a request is for each node, or for each CPU.
             changes["memory_per_node"] = -(-int(request["memory"]) // (job.num_nodes or 1))
         if "cpus_per_task" in request:
             changes |= self._cpu_changes(job, int(request["cpus_per_task"]))
@@ -347,6 +354,7 @@ class Verbs:
         now = ("StartTime=now",) if request.get("now") else ()
         name = f"JobId={self._slurm.name(job)}"
         command("scontrol", "update", name, *size_changes(shown, request["shares"]), *now)
+        # The release is a request of its own: a job whose change was refused must not start in its old size.
         self._start(job, {})
 
     def _cpu_changes(self, job: Any, cpus_per_task: int) -> dict[str, int]:
@@ -368,6 +376,7 @@ class Verbs:
         """Drain a node with ``reason``; the drain of another user stays."""
         node = self._slurm.node(request["node"])
         if "DRAIN" in node.state:
+            # A second drain would replace the reason, by which the first one is known as an admin's.
             raise Stale(f"node {node.name} is drained already: {node.reason}")
         reason = str(request["reason"]).removeprefix(OUR_DRAIN)
         self._nodes.forget()
@@ -378,6 +387,7 @@ class Verbs:
         node = self._slurm.node(request["node"])
         if "DRAIN" not in node.state:
             return
+        # A node has one drain, and only its reason tells whose it is.
         expected = str(request.get("drain") or "")
         if node.reason != expected if expected else not (node.reason or "").startswith(OUR_DRAIN):
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
@@ -397,6 +407,8 @@ class Verbs:
         node = self._slurm.node(request["node"])
         if "DRAIN" not in node.state or DYNAMIC not in node.state:
             raise Stale(f"node {node.name} is no drained dynamic node: it is {node.state}")
+        # A suspend leaves the node idle in Slurm's books. With only a suspended job there the delete succeeds, and
+        # Slurm loses the job while its processes go on.
         jobs = (job for job in self._slurm.jobs() if job.state not in FINISHED)
         if job := next((job for job in jobs if node.name in self._slurm.job_fields(job)["allocated_nodes"]), None):
             raise Stale(f"node {node.name} still has job {job.id}, which is {job.state}")
@@ -428,6 +440,7 @@ def _set_factor(jobs: Sequence[Any], factor: int) -> None:
 def delayed_by_requeue(job: Any, now_s: float) -> bool:
     """Return True if a job must not start yet for no other reason than its requeue, which submits it anew."""
     eligible_s, submit_s = float(job.eligible_time or 0), float(job.submit_time or 0)
+    # A begin time that is further from the submission is the user's own (sbatch --begin), and stands.
     return bool(job.requeue_count) and eligible_s - now_s > MIN_DELAY_S and eligible_s - submit_s <= REQUEUE_DELAY_S
 
 
@@ -470,6 +483,7 @@ def size_changes(shown: Mapping[str, Any], shares: list[dict[str, Any]]) -> list
         "MinCPUsNode": share["cpus"], "CPUsPerTask": max(1, share["cpus"] // tasks),
         "MinMemoryNode": share["memory_mb"], "ReqNodeList": ",".join(one["node"] for one in shares),
     }  # fmt: skip
+    # A job that was submitted with --gpus refuses GPUs for each node (Invalid GRES specification).
     if shown.get("tres_per_job"):
         wanted["TresPerJob"] = f"gres/gpu:{nodes * share['gpus']}"
     else:

@@ -104,6 +104,7 @@ class Pyslurm:
 
     def jobs(self) -> Iterable[Any]:
         """Return all jobs."""
+        # Without the preload pyslurm looks up a user of the system for each job.
         return list(self._slurm.Jobs.load(preload_passwd_info=True).values())
 
     def nodes(self) -> Iterable[Any]:
