@@ -147,11 +147,14 @@ def missing_reasons(snapshot: ClusterSnapshot, host: Host) -> Iterator[str]:
             "lanes share the host's memory (service.lanes_memory)"
         )
     else:
+        # Beyond MaxNodeCount slurmctld only logs that it refused a node: its slurmd runs on and says nothing.
         missing = [lane for lane in range(1, host.further_lanes + 1) if lane not in there]
         if missing and not host.lane_faults:
             names = ", ".join(f"{first.name}-l{lane}" for lane in missing)
             yield f"Slurm does not know {names} yet; if this lasts, slurm.conf needs a higher MaxNodeCount"
         for node in there.values():
+            # A dynamic node comes into a partition by a NodeSet with its feature, or by Nodes=ALL; one that is added by
+            # an update of the partition is out of it again after a reconfigure.
             if not node.partitions:
                 yield f"{node.name} is in no partition: slurm.conf needs a NodeSet with its feature lane{node.lane}"
 

@@ -414,6 +414,7 @@ class Loop:
         while not (self.stop or self.reload) and (left_s := due_s - self._clock.monotonic()) > 0:
             each_nap()
             news = self._hub.wait(min(left_s, transit_nap_s(leaving.values(), self._clock.now())))
+            # One job is a small request, the list of all jobs a large one.
             if not news and leaving and self.last is not None:
                 news = has_moved_on(self._slurm, next(turns), self.last.snapshot)
             if news:
@@ -477,6 +478,7 @@ def pause_s(poll_s: float, load_s: float, failures: int, rng: Random) -> float:
     ``load_s`` is the time that Slurm takes for an answer. Each failure in a row doubles the pause, up to
     ``MAX_BACK_OFF_S`` or the regular pause if that is longer.
     """
+    # slurmctld packs the list of jobs under its lock on them: while it does, it neither takes nor starts one.
     base = max(poll_s, LOAD_FACTOR * load_s)
     backed_off = min(base * float(2 ** min(failures, 16)), max(base, MAX_BACK_OFF_S))
     return backed_off * (1 + rng.uniform(-JITTER, JITTER))

@@ -98,6 +98,7 @@ def _held_s(job: Job, before: Job | None, now_s: float) -> float:
         return 0.0 if job.run_s is None or (lease is not None and lease.state == "waiting") else job.run_s
     if lease is not None:
         return held_within(job, old, max(now_s - old.progress.at_s, 0.0))
+    # Slurm's run time leaves suspends out (squeue(1), TIME).
     return max((job.run_s or 0.0) - (old.run_s or 0.0), 0.0)
 
 
