@@ -16,6 +16,7 @@ from cadenza.sidecar.client.offload import device
 def streams(snapshot: Iterable[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
     """Return the ranges of an allocator's snapshot that lie in blocks of side streams: start, bytes and stream."""
     fields = ((segment["address"], segment["total_size"], segment.get("stream", 0)) for segment in snapshot)
+    # 0 is the default stream, on which nearly all memory is: storages there need no search.
     return sorted(one for one in fields if one[2])
 
 

@@ -76,6 +76,7 @@ def reasons() -> dict[int, str]:
     """Return the live storages to which others have a pointer, each with the kind of export."""
     exported = {key: reason for key, (ref, reason) in _watch.exports.items() if not ref.expired()}  # type: ignore[no-untyped-call]
     reductions = sys.modules["torch.multiprocessing.reductions"]
+    # torch.multiprocessing remembers each storage that it has sent, also from before `watch`.
     for ref in list(reductions.shared_cache.values()):
         if not ref.expired():
             exported.setdefault(ref.cdata, "shared with another process by torch.multiprocessing")

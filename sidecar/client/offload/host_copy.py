@@ -46,6 +46,7 @@ class HostCopies(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch with host copies in place of tensors that are away."""
         named = kwargs or {}
+        # A gradient that is set must land on the tensor itself and not on a copy that ends with this call.
         if getattr(func, "__name__", "") in ACCESSORS:
             return func(*args, **named)
         return func(*map(self._present, args), **{key: self._present(value) for key, value in named.items()})

@@ -97,6 +97,8 @@ class HostBuffer:
     def free(self) -> None:
         """Free the memory."""
         self._end_pinning()
+        # Memory that is unmapped while it is registered stays registered for CUDA, which then refuses the next mapping
+        # at the same address (error 712).
         self._chunks.free()
         self._memory, self._mapping = allocate(0), None
 
@@ -156,21 +158,19 @@ class Chunks:
         return self.ends[-1] if self.ends else 0
 
     def pin_next(self, mapping: mmap.mmap, nbytes: int, accelerator: Accelerator, device: torch.device) -> bool:
-        """Pin a further chunk of a mapping towards ``nbytes`` pinned bytes; return False if there is none to pin.
-
-        The calls are made in the context of a device that the process uses: in the thread's own, which a process that
-        never chose one has on the first GPU, they would open a context there.
-
-        A refused one leaves an error that the thread's next kernel would report, and which is therefore cleared.
-        """
+        """Pin a further chunk of a mapping towards ``nbytes`` pinned bytes; return False if there is none to pin."""
         start = self.nbytes
         end = min(start + CHUNK_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, len(mapping))
         if self.failed or start >= min(nbytes, end):
             return False
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() + start
+        # The call takes the thread's current device. In a process that never chose one that is the first GPU, where the
+        # call would open a context of half a GiB.
         with accelerator.on(device):
+            # Registered and not allocated by torch, whose pinned allocator rounds each block up to a power of two.
             code = accelerator.register_host(address, end - start)
         if code:
+            # CUDA keeps the error, and the thread's next kernel would report it.
             accelerator.clear_error()
             self.failed = True
             _log.warning("host memory could not be pinned (error %d): moves are slower", code)
@@ -225,6 +225,7 @@ def copy_within(target: torch.Tensor, source: torch.Tensor, bounds: Sequence[int
     start = host.storage_offset()
     cuts = [0, *(bound - start for bound in bounds if start < bound < start + host.nbytes), host.nbytes]
     for first, last in zip(cuts, cuts[1:]):
+        # CUDA refuses a copy over two registrations as an invalid value, although one address follows the other.
         target[first:last].copy_(source[first:last], non_blocking=True)
 
 

@@ -40,6 +40,7 @@ def watch() -> None:
 
     @functools.wraps(original)
     def gated(*args: Any, **options: Any) -> Any:
+        # From the survey to the resume no other thread may use tensors, and torch pins in a thread of its own.
         with _gate.lock:
             return original(*args, **options)
 

@@ -51,6 +51,7 @@ class ProcessLook:
         before = self._before
         if before is not None and before.collections is not None:
             known = [thing for ref in before.seen if (thing := ref()) is not None]
+            # A walk over all objects takes tens of milliseconds, in which the GPU stands.
             young = [*gc.get_objects(generation=0), *gc.get_objects(generation=1)]
             if _collections() == before.collections:  # else some of the young have become old
                 return _interesting([*known, *young])

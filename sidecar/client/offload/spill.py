@@ -49,6 +49,7 @@ class SpillFile:
         with contextlib.ExitStack() as undo:
             try:
                 self._file = undo.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0))
+                # A sparse file would show a full disk only in the middle of the move.
                 os.posix_fallocate(self._file.fileno(), 0, max(nbytes, 1))
             except OSError as error:
                 raise MoveError(f"no {nbytes >> 20} MiB in {Path(directory)}: {error.strerror}") from None
@@ -57,6 +58,7 @@ class SpillFile:
     def offload(self) -> None:
         """Write all, sync, then release; on failure nothing moved. Raises MoveError, or torch's errors."""
         self.write([segment.storage for segment in self._segments])
+        # Nothing is released before the last byte is on the disk: until then the GPU has the only good copy.
         for segment in self._segments:
             segment.storage.resize_(0)
 
@@ -137,6 +139,7 @@ def _transfer(call: Callable[[memoryview, int], int], window: torch.Tensor, offs
 
 def _settle(file: int, start: int, end: int) -> int:
     """Wait until a range is on the disk, drop it from the page cache, and return its end."""
+    # The kernel drops clean pages only (posix_fadvise(2)), and pages of the file count as the job's memory.
     os.fdatasync(file)
     os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
     return end

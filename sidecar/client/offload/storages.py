@@ -106,6 +106,7 @@ def survey(
     walk = Walk()
     for name, tensor in walk.tensors(sources):
         storage = _storage_of(tensor)
+        # Views, tied weights and gradients in buckets share a storage; `_cdata`, its address in C++, identifies it.
         if storage is not None and storage._cdata not in segments:  # noqa: SLF001
             segments[storage._cdata] = Segment(name, storage, storage.nbytes())  # noqa: SLF001
             reasons[storage._cdata] = _reason_to_stay(storage, tensor)  # noqa: SLF001
@@ -154,6 +155,7 @@ class Walk:
             for path, tensor in self._inside(name, thing, top=True):
                 self._names.setdefault(id(tensor), path)
                 yield from _plain(path, tensor)
+                # Torch warns at each look at the .grad of a tensor that is no leaf.
                 grad = tensor.grad if tensor.is_leaf else None
                 if grad is not None:
                     yield from _plain(f"{path}.grad", grad)
@@ -190,10 +192,12 @@ class Walk:
     def _module(self, name: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
         """Yield a module's and its children's parameters, buffers, and attributes that are tensors or containers."""
         for path, child in module.named_modules(prefix=name):
+            # Plain attributes are in no state_dict(), and take GPU memory all the same.
             for part in (child._parameters, child._buffers, vars(child)):  # noqa: SLF001
                 for key, value in part.items():
                     if isinstance(value, torch.Tensor):
                         yield f"{path}.{key}", value
+            # The buckets belong to C++'s reducer, out of Python's reach. They are as large as the trained parameters.
             if isinstance(child, torch.nn.parallel.DistributedDataParallel):
                 parameters = [parameter for parameter in child.parameters() if parameter.requires_grad]
                 if child.gradient_as_bucket_view and any(parameter.grad is not None for parameter in parameters):
@@ -221,6 +225,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
     parts: list[tuple[str, Any]] = []
     wrapped: Any = tensor
     if is_traceable_wrapper_subclass(wrapped):
+        # A DTensor and its like are shells without a storage of their own: the memory is that of the tensors inside.
         parts = [(key, getattr(wrapped, key)) for key in wrapped.__tensor_flatten__()[0]]
     elif tensor.layout in SPARSE_PARTS:
         plain = tensor.detach()
@@ -244,19 +249,17 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _reason_to_stay(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str | None:
-    """Return the reason why a storage cannot be released, if there is one.
-
-    Measured on torch 2.13: a storage in shared memory calls itself resizable, and growing it again after a
-    release crashes the process. Storages from NumPy, ``frombuffer``, files, ``torch.load`` and DLPack, and any
-    that was exported to NumPy once, are not resizable. A CUDA storage always calls itself shared.
-    """
+    """Return the reason why a storage cannot be released, if there is one."""
     kind = storage.device.type
     if kind != "cpu" and device.of(storage.device) is None:
         return device.never_ran(kind)
+    # Measured on torch 2.13: a storage in shared memory calls itself resizable, and growing it again after a release
+    # crashes the process. A CUDA storage always calls itself shared.
     if kind == "cpu" and storage.is_shared():
         return "in shared memory or mapped from a file"
     if torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # noqa: SLF001
         tensor.data_ptr()  # asking for the address makes a lazy clone's memory its own
+    # Storages from NumPy, frombuffer, files, torch.load and DLPack are not resizable, nor is one that NumPy once saw.
     if not storage.resizable():
         return "not resizable: NumPy, a buffer, a file, torch.load or another library owns the memory"
     return None

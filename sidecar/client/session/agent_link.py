@@ -78,6 +78,7 @@ class Link:
         with contextlib.suppress(LinkLostError):
             reply = self._attach()
             self._page = reply.words
+        # A thread that outlives the interpreter may be collecting torch's garbage, which aborts the process.
         atexit.register(self.close)
         self._thread.start()
         return reply
@@ -93,6 +94,7 @@ class Link:
         if connection is None or (since is not None and since != self.losses):
             return False
         try:
+            # An agent that hangs must not hold up a training step, and a script may give SIGPIPE its default back.
             connection.send(wire.encode(kind, **fields), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except (OSError, wire.WireError) as error:
             _log.debug("%s not sent: %s", kind, error)
@@ -116,11 +118,7 @@ class Link:
                 self._inbox.get_nowait()
 
     def close(self) -> None:
-        """End the connection and the thread.
-
-        It also runs at exit: a thread that outlives the interpreter may be collecting torch's garbage at that
-        moment, which aborts the process.
-        """
+        """End the connection and the thread; it also runs at exit."""
         atexit.unregister(self.close)
         self._drop()
         if self._thread.is_alive():
@@ -132,6 +130,7 @@ class Link:
         connection, self._socket = self._socket, None
         if connection is not None:
             with contextlib.suppress(OSError):
+                # close(2) alone does not wake a thread that stands in recv(2) on the same descriptor.
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
@@ -141,10 +140,12 @@ class Link:
         self._closed.set()
         connection, self._socket = self._socket, None
         if connection is not None:
+            # Parent and child share the open socket: shutdown(2) here would end the parent's connection.
             os.close(connection.detach())
 
     def _attach(self) -> Reply:
         """Connect and present this rank; raise LinkLostError or AgentRefusedError."""
+        # SOCK_SEQPACKET keeps the bounds of messages and shows the end of the peer (unix(7)).
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(HANDSHAKE_S)
@@ -170,6 +171,7 @@ class Link:
             heeded = self._heed(message)
             if message["type"] == "attached" and descriptors:
                 return Reply(map_page(descriptors[0]), message.get("state") == "held", str(message.get("reason", "")))
+            # SCM_RIGHTS opens the descriptors of each packet in this process, also of one that nothing here waits for.
             for descriptor in descriptors:
                 os.close(descriptor)
             if message["type"] == "error":

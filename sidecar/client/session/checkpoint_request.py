@@ -43,17 +43,15 @@ Saver = Callable[[], object]
 
 @contextlib.contextmanager
 def default_sigterm() -> Iterator[None]:
-    """Let a requeue end this process at once while it waits with its checkpoint on the disk.
-
-    Slurm begins with a SIGTERM, and waits for KillWait if a handler only records it. Where Slurm tracks processes by
-    control groups, the signal reaches the batch script alone; the processes that are left are killed, and Slurm looks
-    again a second later. So this process ends with its parent (prctl(2)). SIGTERM is left alone off the main thread,
-    where Python cannot change it, and where its handler is not Python's.
-    """
+    """Let a requeue end this process at once while it waits with its checkpoint on the disk."""
     before = signal.getsignal(signal.SIGTERM)
+    # Python changes handlers on the main thread only, and None stands for a handler that is not Python's.
     changes = before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread()
     try:
+        # Where Slurm tracks processes by control groups, its signal reaches the batch script alone. Slurm kills the
+        # processes that are left, and looks again a second later.
         _end_with_parent(signal.SIGKILL)
+        # Slurm begins with a SIGTERM, and waits for KillWait if a handler only records it.
         if changes:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         yield

@@ -59,14 +59,12 @@ class Communicators:
         self._said: set[str] = set()
 
     def suspend(self, stop: str) -> None:
-        """Give the memory back if all ranks come here in time for the same ``stop``; else no rank does.
-
-        Suspending waits inside NCCL for all ranks of a group, without a limit. So the ranks agree before, in the
-        store in which their process groups have met: the first word on a verdict there is the last.
-        """
+        """Give the memory back if all ranks come here in time for the same ``stop``; else no rank does."""
         module = sys.modules.get("torch.distributed.distributed_c10d")
         try:
             backends = self._backends(module) if module is not None else []
+            # ncclCommSuspend waits for all ranks of a group, without a limit. So the ranks agree before, in the store of
+            # their process groups.
             agreed = bool(backends) and _agreed(module, f"cadenza/suspend/{self._session}/{stop}")
         except Exception as error:  # noqa: BLE001 - torch's private names, and a store whose process may be gone
             _log.warning("NCCL keeps its GPU memory: %s: %s", type(error).__name__, error)
@@ -136,6 +134,7 @@ class Communicators:
         for group, (names, _) in module._world.pg_map.items():  # noqa: SLF001
             for name, kind in BACKENDS.items():
                 if name in names:
+                    # torch.distributed has no public way from a group to the backend object that has `suspend`.
                     backend = group._get_backend(torch.device(kind))  # noqa: SLF001
                     if hasattr(backend, "suspend") and (kind != "cuda" or torch.cuda.nccl.version() >= MIN_NCCL):
                         found.append((backend, _gpu_of(group)))
@@ -218,6 +217,7 @@ def _agreed(module: Any, key: str) -> bool:
         store.compare_set(verdict, "", YES)
     while not store.check([verdict]) and monotonic_ns() < deadline:
         _pause.wait(POLL_S)
+    # compare_set returns the value that is there: a rank whose time is over cannot overrule a YES that others act on.
     agreed = bool(store.compare_set(verdict, "", NO) == YES.encode())
     if not agreed:
         _log.warning("NCCL keeps its GPU memory: not all ranks came to suspend it within %d s", AGREE_NS // 10**9)

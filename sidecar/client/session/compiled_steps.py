@@ -184,6 +184,7 @@ def _follow_program(entered: Callable[[], Callable[[], None]], *, last: bool = F
         return False
     hooks, leaving = frame.f_locals["self"].enter_exit_hooks, frame.f_locals.get("cleanups")
     if entered not in hooks:
+        # A program that returns runs its hooks in this order: steps must be counted before their boundaries are ended.
         hooks.insert(len(hooks) if last else 0, entered)
         if isinstance(leaving, list):  # of the call that traces
             leaving.insert(len(leaving) if last else 0, entered())

@@ -48,6 +48,8 @@ def read(environ: Mapping[str, str]) -> Identity | None:
         local_world_size=local_world_size,
         node=environ.get("SLURMD_NODENAME", ""),
         hosts=number(environ, "SLURM_JOB_NUM_NODES") or 1,
+        # These two name the host's GPUs. CUDA_VISIBLE_DEVICES counts from 0 where Slurm's device cgroup hides the
+        # others (sbatch(1), SLURM_JOB_GPUS).
         gpus=parse_indices(environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""),
     )
 

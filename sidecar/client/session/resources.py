@@ -146,6 +146,7 @@ class TorchThreads:
         self._set = 0
         number = self._torch.get_num_threads()
         self._cpus = _bound_cpus(environ) if number <= len(os.sched_getaffinity(0)) else 0.0
+        # OpenMP and MKL size their pools by these variables: then the number is the user's choice.
         if not any(environ.get(name) for name in POOL_SIZES) and number in ({default} if default else _likely(environ)):
             self._set = number
 

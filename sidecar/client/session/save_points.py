@@ -283,6 +283,7 @@ class Stamp:
     def __init__(self, gradient: torch.Tensor) -> None:
         from torch.utils.weak import TensorWeakRef  # noqa: PLC0415
 
+        # A plain weakref forgets a tensor whose Python object dies while C++ keeps the tensor alive (torch.utils.weak).
         self._tensor = TensorWeakRef(gradient)
         self._version = gradient._version  # noqa: SLF001 - autograd's own count
 
@@ -294,6 +295,7 @@ class Stamp:
 def _is_zero(gradient: Any) -> bool:
     """Return whether all of a gradient on this rank is 0; what cannot be read is not."""
     try:
+        # any() of a whole DTensor is a collective of its ranks, and the others may not come to it.
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         return not bool((local.coalesce().values() if local.is_sparse else local).any())
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):

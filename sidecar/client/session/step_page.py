@@ -48,6 +48,7 @@ def map_page(descriptor: int) -> memoryview:
             raise LinkLostError("the agent's page is too short")
         words = memoryview(mmap.mmap(descriptor, wire.PAGE_BYTES)).cast("Q")
     finally:
+        # A mapping outlives its descriptor (mmap(2)).
         os.close(descriptor)
     if words[wire.PAGE_MAGIC] not in (0, wire.MAGIC):
         raise LinkLostError("the agent's page is of another version")
@@ -125,6 +126,7 @@ class StepCounters:
         self.last_ns = now
         step = self.step = self.step + 1
         total = self.sum_ns = self.sum_ns + spent
+        # A sequence lock: while the number is odd, the agent reads again. Another lock would cost a system call a step.
         words[SEQUENCE] = sequence = self.sequence + 1
         # wire.fine_bucket, written in place: a call would make the step path 50 % slower.
         bits = spent.bit_length()

@@ -65,6 +65,7 @@ class AddressMove:
         try:
             self._refill(self.plan.ranges)
         except BaseException:
+            # Half of the content is no state: all segments go again, and the next try starts from the whole copy.
             self._library.release(self.plan.segments)
             raise
 

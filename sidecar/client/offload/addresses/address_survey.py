@@ -92,6 +92,7 @@ def _registered() -> str | None:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
+    # A group of one rank registers nothing with others.
     if distributed.get_world_size() < 2:  # noqa: PLR2004
         return None
     if os.environ.get(HOOK, "0") not in {"", "0", "false", "no"}:

@@ -91,6 +91,7 @@ class Library:
 @functools.cache
 def library() -> Library | None:
     """Return the library if it was preloaded into this process."""
+    # With NULL the names of the whole process are searched, those of LD_PRELOAD among them (dlopen(3)).
     calls = ctypes.CDLL(None)
     return Library(calls) if hasattr(calls, "cadenza_addresses_list") else None
 
