@@ -67,6 +67,7 @@ def _is_next(job: Job, now_s: float) -> bool:
     if job.state != "PENDING" or job.held or job.gpus <= 0:
         return False
     limits_s = {"Resources": MAX_WAIT_S, "": UNDECIDED_S, "None": UNDECIDED_S}
+    # Before its begin time, or behind a dependency, a job waits for no GPUs, however early it was submitted.
     since_s = job.submit_s if job.eligible_s is None else max(job.submit_s, job.eligible_s)
     return now_s - since_s < limits_s.get(job.state_reason, 0.0)
 

@@ -49,6 +49,8 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
     wanted = {host.name: host.further_lanes for host in snapshot.hosts}
+    # A pending job whose only node is deleted becomes unrunnable (BadConstraints): Slurm sets its priority to 0 for
+    # good.
     jobs = snapshot.jobs if memory.placed else ()
     placed = (job for job in jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
     occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
@@ -174,6 +176,7 @@ def _closed_hosts(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSe
         return dict.fromkeys(hosts, "observe-only, no job may share a GPU")
     closed = {host: f"lane 0 of {host} is drained" for host in hosts_to_leave(snapshot)}
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        # Slurm starts jobs of those partitions on the host as well, and Cadenza may not stop them.
         foreign = sorted(set(node.partitions) - settings.partitions)
         if foreign:
             closed[node.host] = f"{node.name} is also in {', '.join(foreign)}, not among Cadenza's partitions"
@@ -182,5 +185,6 @@ def _closed_hosts(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSe
     for key, job in beyond_repair(snapshot, memory).items():
         reason = f"job {key} contradicts Slurm's word after {MAX_REPAIRS} repairs"
         closed |= {host_of[name]: reason for name in job.nodes if name in host_of}
+    # Slurm counts the GPUs of each lane as if they were its own: only the agent keeps the jobs of two lanes apart.
     alive = {host.name for host in snapshot.hosts if host.agent_alive}
     return closed | {host: f"the agent of {host} is not alive" for host in hosts - alive}

@@ -1,14 +1,8 @@
 """Repair of what a killed slurmd or slurmctld left: Slurm's word and a job's processes contradict each other.
 
 A slurmd that is killed in the middle of a suspend or resume leaves a job frozen that Slurm calls running. A slurmctld
-that is killed forgets its last seconds: it calls a job running that we suspended, or suspended that we resumed. Slurm
-repairs neither. A resume is refused while Slurm calls the job running, so a frozen one is suspended first, and then
-resumed when its turn comes. A suspend that is in force freezes the processes: where they run, Slurm's resume takes
-nothing from its owner or an admin, but only a suspend of ours is undone. A slurmctld may also forget that a job has
-ended: once its slurmd registers Slurm requeues it, which is half an hour away, so it is requeued now. So is a job
-whose prolog's end a slurmd that was killed never reported: Slurm waits for that until the job's time is over.
-A slurmctld may forget a requeue of ours whose stop has reached the job: it calls the job failed, and would start it
-never again. Where our own record has the order and Slurm's facts fit it, the requeue is ordered again.
+that is killed forgets its last seconds: it calls a job running that we suspended, or suspended that we resumed. It may
+also have forgotten that the job has ended, or that we requeued it. Slurm repairs none of these.
 """
 
 from __future__ import annotations
@@ -51,6 +45,8 @@ def repair_suspends(state: RoundState) -> None:
         amiss = job.absent or job.prolog_lost or (job.lease is not None and job.lease.amiss)
         if not amiss or not state.settings.manages(job):
             continue
+        # Slurm requeues a job whose end it forgot once the slurmd registers, which may be half an hour away. For the
+        # end of a prolog that a killed slurmd ran Slurm waits until the job's time is over.
         lost = ABSENT if job.absent else PROLOG_LOST if job.prolog_lost else ""
         if lost and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
             repairs.append(Requeue(job.key, hold=False, reason=lost))
@@ -83,6 +79,7 @@ def requeue_forgotten(
     if not lost:
         return decision
     tries = {job.key: memory.repairs.get(job.key, 0) for job in lost}
+    # Slurm requeues a failed batch job if it is asked to, but never starts it again by itself.
     again = (
         Requeue(key, JobKey(key.id, key.restart + 1) in memory.held, REQUEUE_FORGOTTEN, repair=True)
         for key, count in tries.items()
@@ -120,8 +117,11 @@ def _repair(job: Job, state: RoundState) -> Suspend | Unsuspend | Requeue | None
             return None
         given = f"gives its place back: {lease.amiss} after {tries} repairs, and {job_names(met)} may want its GPUs"
         return Requeue(job.key, hold=False, reason=given)
+    # Slurm refuses to resume a job that it calls running: it is suspended first, and resumed when its turn comes.
     if job.state == "RUNNING" and shows(job, "frozen"):
         return Suspend(job.key, reason, repair=True)
+    # A suspend that is in force freezes the processes. Where they run, a resume takes nothing from an admin; still only
+    # a suspend of ours is undone.
     ours = job.key in state.memory.suspended or job.key in state.memory.resumed
     if job.state == "SUSPENDED" and shows(job, "running") and ours:
         return Unsuspend(job.key, reason, repair=True)
