@@ -64,6 +64,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     # A suspended job has priority 0, and Slurm requeues it with that: it comes back held (JobHeldAdmin).
     into_hold = [one.job for one in requeues if one.hold or (one.job in alive and alive[one.job].state == "SUSPENDED")]
     ways = [action for action in acted if isinstance(action, MakeWay)]
+    # Once an admin has opened a node, a later drain of it is not ours.
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
@@ -88,6 +89,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         repairs=_repairs(memory, acted, snapshot),
         held={
             **held,
+            # A requeue raises the restart count, and the hold is that of the next start.
             **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in into_hold},
         },
         requeued={
@@ -100,6 +102,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             **{key: snapshot.time_s for way in ways for key in way.jobs},
         },
         factors=_factors(memory, acted, snapshot),
+        # From now on Slurm shows the changed request: only this record has the user's own.
         sized={
             **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
             **{key: asked for key, asked in memory.sized.items() if key in alive},

@@ -147,6 +147,7 @@ class Relocation:
 
         Jobs that make way together do so only if each of them can save: ``leaves`` notes them, or ``refused`` why not.
         """
+        # Slurm requeues a job by SIGTERM and, after KillWait, SIGKILL: nothing else leaves it time to save.
         if isinstance(action, Requeue) and not action.repair:
             job = self.observed.job(action.job)
             return [Migrate(action.job, (), action.reason)] if job and _saves(job, moves, memory) else [action]
@@ -179,6 +180,7 @@ class Relocation:
             pinned=job.required_nodes,
             for_job=way.for_job if way is not None and way.for_job != job.key else None,
             factor=had if way is None else way.factors[way.jobs.index(job.key)],
+            # Slurm shows the priority with which a running job started, its age and SiteFactor of that time included.
             base=job.slurm_priority - had - age_points(job, self.observed.site),
         )
         if before is None:
@@ -195,6 +197,7 @@ class Relocation:
 def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:
     """Return True if a running job can save a checkpoint now, and may be moved."""
     lease = job.lease
+    # The ranks of a suspended job stand still: they can save once Slurm has resumed it.
     if lease is None or job.state != "RUNNING" or not _saves_here(lease):
         return False
     return lease.stoppable and not refusal_reason(

@@ -30,6 +30,7 @@ def leaving_together(before: Sequence[Move], steps: Sequence[Step], snapshot: Cl
     for waiting, members in groups.items():
         failed = any((one := steps[at].move) is None or one.over for at in members)
         beneficiary = snapshot.job(waiting)
+        # While they saved, Slurm may have started the waiting job elsewhere, or its owner may have cancelled it.
         if failed or beneficiary is None or beneficiary.state != "PENDING":
             for at in members:
                 merged[at] = _called_off(before[at], steps[at], snapshot)

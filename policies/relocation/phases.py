@@ -294,6 +294,7 @@ def _back(move: Move, phase: Requeued, job: Job, snapshot: ClusterSnapshot) -> S
     Slurm tries to start a released job soon. One that must not start yet then waits for Slurm's next cycle, by default
     up to a minute (slurm.conf(5), sched_interval): so it is released when it may.
     """
+    # A requeue keeps the list of required nodes: another list is its owner's update.
     if job.required_nodes != move.pinned:
         return Step(move, Release(job.key, "its owner has changed it"), "was changed by its owner, so it is let go")
     soon = 0 < (job.eligible_s or 0.0) - snapshot.time_s <= RESTART_GRACE_S
@@ -315,6 +316,7 @@ def _placed(move: Move, phase: Placed, snapshot: ClusterSnapshot, memory: Memory
     if job.held:
         return _held_again(move, phase, job, snapshot, released=job.key in memory.placed)
     # 3. Others have taken its place.
+    # Between a requeue and the next start Slurm keeps no GPUs for a job.
     if move.resize and job.state_reason in LACKS_RESOURCES and age_s > MAX_CROWDED_S:
         return _crowded_out(move, phase, job)
     # 4. It waits for Slurm, up to a limit.
@@ -359,6 +361,7 @@ def _over(move: Move, phase: Over, snapshot: ClusterSnapshot, memory: Memory) ->
         if lease is not None and lease.ready:  # every rank has restored, and stands or trains
             cost_s = phase.saved_s + max(snapshot.time_s - job.start_s, 0.0)
             move = replace(move, cost_s=cost_s, phase=Over(phase.since_s, phase.outcome))
+    # Slurm keeps required nodes through its own requeues, too, also those of a job whose node it has lost.
     if job is None or job.state != "PENDING" or job.held or starts in (0, 1):
         return Step(move)
     if not move.shares or job.required_nodes != move.nodes or job.key in memory.placed:
@@ -380,6 +383,7 @@ def _requeue(move: Move) -> Requeue | MakeWay:
     """Return the requeue of a job whose checkpoint is complete: into a hold only if it is to be placed."""
     reason = f"{_goes(move)}: {move.reason}"
     if move.shares:
+        # Slurm changes nodes and size of pending jobs only, and could start one that is not held before that is done.
         return Requeue(move.job, hold=True, reason=reason)
     return MakeWay((move.job,), (move.factor,), move.for_job or move.job, move.reason)
 
