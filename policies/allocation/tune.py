@@ -37,6 +37,7 @@ def place(packing: Packing, job: Job, wanted: JobDemand) -> bool:
     ask = wanted
     spots = _fit(packing, ask)
     if spots is None:
+        # The guarantee ends here: no job that is placed has less than its proportional share (Synergy, §4).
         if ask.exceeds:
             ask = packing.asks.fair(job.gpus, ask.gpu_type)
         books = packing.books  # where the GPUs alone fit

@@ -87,6 +87,7 @@ def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
     hosts = snapshot.host_of
     used: Counter[str] = Counter()
     for job in snapshot.jobs:
+        # A job that ends has its GPUs until the last of its nodes has cleaned up.
         if job.lease is None and job.state in ("RUNNING", "OTHER"):
             for name, (gpus, *_) in job.amounts.items():
                 used[hosts.get(name, name)] += gpus

@@ -129,6 +129,7 @@ class HostState:
 
         An empty host takes what fits in its lane: a job that is alone never yields.
         """
+        # Slurm counts memory by node, and so by lane: nothing in Slurm adds up the lanes of a host.
         return not self.sizes or self.committed_mb + request.memory_mb + request.state_mb <= self.memory_mb
 
     def may_share(self, request: ResourceRequest, *, between_users: bool) -> bool:

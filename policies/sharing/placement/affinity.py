@@ -113,6 +113,7 @@ class _Choice:
             chosen = [(host, seats[host.name][0].node if seats[host.name] else host.lanes[0]) for _, host in free]
             steps = max(number for (_, number, *_), _ in free)
             return chosen, f"placed on {_names(chosen)}: {request.gpus} free GPUs each, {_STEPS[steps]}"
+        # Gandiva oversubscribes before it queues a job, so that each job soon shows its first results (page 600).
         shared = self._oversubscribe(request)
         if shared:
             return shared, (

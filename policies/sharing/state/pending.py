@@ -121,6 +121,7 @@ def stranded(state: RoundState) -> dict[JobKey, str]:
     nodes = {node.name: node for node in state.snapshot.nodes}
     given: Counter[str] = Counter()
     for job in state.jobs.all if state.settings.places else ():
+        # A suspended job keeps its GPUs in Slurm's allocation (slurm.conf(5): suspended jobs do not release GRES).
         if job.state in ("RUNNING", "SUSPENDED") and job.key.id not in state.where.relocating:
             given.update({name: amount[0] for name, amount in job.amounts.items()})
     found: dict[JobKey, str] = {}

@@ -118,6 +118,7 @@ def release_forgotten(job: Job, memory: Memory) -> bool:
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:
     """Return whether Slurm requeued the job out of our suspend, as when its host is lost: that comes back held."""
+    # A suspend sets the priority to 0. A requeue keeps that, and Slurm then calls the job held by an admin.
     before = {JobKey(job.key.id, job.key.restart - back) for back in (0, 1)}
     return job.held and job.state_reason == "JobHeldAdmin" and not before.isdisjoint(memory.suspended)
 
