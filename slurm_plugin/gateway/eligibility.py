@@ -134,11 +134,7 @@ class Site:
         )
 
     def barred(self, job: Raw) -> frozenset[str]:
-        """Return the nodes on which Slurm would not start a job now; equal requests share one set.
-
-        An excluded node, or one that is reserved for others before the job's time limit, stands for all lanes of its
-        host: they have the same GPUs.
-        """
+        """Return the nodes on which Slurm would not start a job now; equal requests share one set."""
         own = frozenset((job.get("reservation") or "").split(",")) - {""}
         # Slurm starts a job on nodes of a later reservation only if its time limit ends before that begins.
         ends_s = self.now_s + 60.0 * job["time_limit"] if job.get("time_limit") else inf
@@ -157,6 +153,7 @@ class Site:
         term = parse(asked.constraint, one_node=asked.one_node)
         barred = {name for name, features in self.features.items() if term is None or not met(term, features)}
         taken = [nodes for name, _, nodes in self.reservations if name in asked.others]
+        # An excluded or reserved node stands for all lanes of its host, which have the same GPUs.
         for name in frozenset(asked.excluded).union(*taken):
             barred |= self.lanes.get(name, frozenset())
         # A job of a reservation starts on the nodes of that one alone, and not before it begins.

@@ -123,11 +123,9 @@ def node_names(text: str) -> frozenset[str]:
 
 
 def gpu_count(resources: Mapping[str, Any]) -> int:
-    """Return the GPUs among counted resources ``gpu``, ``gres/gpu``, ``gres:gpu`` or the same with ``:TYPE``.
-
-    Slurm lists a typed GPU twice, as ``gpu`` and as ``gpu:a100``: the untyped entry is the sum.
-    """
+    """Return the GPUs among counted resources ``gpu``, ``gres/gpu``, ``gres:gpu`` or the same with ``:TYPE``."""
     gpus = {_bare(name): int(count) for name, count in resources.items() if _is_gpu(name)}
+    # Slurm lists a typed GPU twice, as ``gpu`` and as ``gpu:a100``: the untyped entry is the sum.
     return gpus.get("gpu") or sum(gpus.values())
 
 
@@ -151,11 +149,9 @@ def _is_gpu(name: str) -> bool:
 
 
 def job_gpus(raw: Raw) -> int:
-    """Return a job's number of GPUs: those that it has, or those that it asked for while it has none.
-
-    ``*_tres`` counts every form of request, given ``AccountingStorageTRES=gres/gpu``. Without that there are what
-    Slurm has given on each node, and the requests per node, task, socket or job.
-    """
+    """Return a job's number of GPUs: those that it has, or those that it asked for while it has none."""
+    # ``*_tres`` counts every form of request, given AccountingStorageTRES=gres/gpu. Without that there are what Slurm
+    # has given on each node, and the requests per node, task, socket or job.
     has = gpu_count(raw.get("allocated_tres") or {}) or sum(gpus_each(raw))
     return has or gpu_count(raw.get("requested_tres") or {}) or gpu_count(wanted(raw))
 
@@ -245,15 +241,14 @@ def job_state(state: str) -> JobState | None:
 def node_state(states: Iterable[str]) -> NodeState:
     """Return whether Slurm would start jobs on a node now, or once it has woken it; ``states``: the base and its flags.
 
-    CLOUD only says where a node comes from. A node that powers up does not respond yet (power_save.c); one that is
-    powered down and does not respond has failed.
-
     >>> node_state(["IDLE", "CLOUD"]), node_state(["IDLE", "CLOUD", "POWERED_DOWN"]), node_state(["DOWN", "CLOUD"])
     ('up', 'asleep', 'gone')
     """
+    # CLOUD only says where a node comes from, and so counts for nothing here.
     found = frozenset(states)
     if not found & _UP or found & _LOST:
         return "gone"
+    # A node that powers up does not respond yet (power_save.c); one that is powered down has failed if it does not.
     if "NOT_RESPONDING" in found:
         return "asleep" if "POWERING_UP" in found else "gone"
     return "asleep" if found & _ASLEEP else "up"

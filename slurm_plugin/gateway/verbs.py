@@ -272,8 +272,7 @@ class Verbs:
     def make_way(self, request: Request) -> list[str]:
         """Set the SiteFactor of running jobs and requeue them by one command; return why others of them were left out.
 
-        One that is no longer the incarnation meant has left already. All go at once, because between two requeues
-        Slurm could give what the first one freed to another job than the one that it is for.
+        One that is no longer the incarnation meant has left already.
         """
         going: dict[int, list[Any]] = {}
         left_out: list[str] = []
@@ -289,6 +288,8 @@ class Verbs:
         for factor, jobs in going.items():
             # A requeue keeps the SiteFactor: as soon as a job is back, it is behind the one that waits.
             _set_factor(jobs, factor)
+        # All go by one command: between two requeues Slurm could give what the first one frees to another job than the
+        # one that it is for.
         command("scontrol", "requeue", ",".join(scontrol_name(job) for jobs in going.values() for job in jobs))
         return left_out
 
@@ -358,16 +359,14 @@ class Verbs:
         self._start(job, {})
 
     def _cpu_changes(self, job: Any, cpus_per_task: int) -> dict[str, int]:
-        """Return the changes for ``cpus_per_task`` of a pending job; lower its least CPUs on a node first if needed.
-
-        Slurm keeps three numbers that must agree, or it finds the job unrunnable (BadConstraints) when released:
-        CPUs per task, CPUs of the job, which pyslurm's ``min_cpus_per_node`` sets in spite of its name, and least
-        CPUs on a node, which pyslurm cannot set at all.
-        """
+        """Return the changes for ``cpus_per_task`` of a pending job; lower its least CPUs on a node first if needed."""
         if job.cpus_per_task is None:
             raise BadRequest(f"job {job.id} asked for --cpus-per-gpu: its CPUs cannot be changed")
+        # Slurm keeps three numbers that must agree, or it finds the job unrunnable (BadConstraints) when released: CPUs
+        # per task, CPUs of the job, and least CPUs on a node, which pyslurm cannot set at all.
         if (job.min_cpus_per_node or 0) > cpus_per_task:
             command("scontrol", "update", f"JobId={self._slurm.name(job)}", f"MinCPUsNode={cpus_per_task}")
+        # In spite of its name pyslurm's ``min_cpus_per_node`` sets the CPUs of the job.
         return {"cpus_per_task": cpus_per_task, "min_cpus_per_node": cpus_per_task * job.ntasks}
 
     # --- Nodes -----------------------------------------------------------------------------------------
