@@ -38,17 +38,15 @@ FORGETS_S = 60.0
 
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
-    """Return ``memory`` with this round's allowed actions added and everything that is over dropped.
-
-    A suspend that never took effect, or that an admin undid, is forgotten at the next round because the
-    snapshot does not show it; so no action needs to be undone here when it fails.
-    """
+    """Return ``memory`` with this round's allowed actions added and everything that is over dropped."""
     acted = tuple(actions)
     alive = snapshot.by_key
     sizes = {action.job for action in acted if isinstance(action, Size)} & alive.keys()
     by_id: dict[int, list[Job]] = {}
     for job in snapshot.jobs if memory.suspended or memory.held else ():
         by_id.setdefault(job.key.id, []).append(job)
+    # A suspend that never took effect, or that an admin undid, is forgotten: the snapshot does not show it. So no
+    # action needs to be undone here when it fails.
     suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in by_id.get(key.id, ()))}
     suspended |= {job.key for job in snapshot.jobs if _resume_forgotten(job, memory)} if memory.resumed else set()
     held = {

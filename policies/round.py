@@ -93,9 +93,7 @@ def run_round(
 ) -> RoundReport:
     """Run one round and return what it did; ``live``: None where nothing changes while its actions leave.
 
-    The round is on record before its first action leaves, so that a service killed in between knows on its
-    next start what it may have suspended or held. Errors of ``gateway.read`` pass through: without a
-    snapshot there is no round.
+    Errors of ``gateway.read`` pass through: without a snapshot there is no round.
     """
     started = clock.now()
     snapshot = gateway.read()
@@ -105,7 +103,8 @@ def run_round(
         lambda seen: _draft(store, decide, settings, seen, before), snapshot, live.left_alone if live else {}
     )
     decision, guarded, memory = drafted
-    # 2. Write it down.
+    # 2. Write it down, before the first action leaves: a service that is killed in between then knows at its next start
+    #    what it may have suspended or held.
     allowed = tuple(item.action for item in guarded if item.allowed)
     number = store.begin(snapshot, decision, guarded, memory)
     # 3. Let the actions leave.

@@ -289,14 +289,12 @@ def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: flo
 
 
 def _back(move: Move, phase: Requeued, job: Job, snapshot: ClusterSnapshot) -> Step:
-    """Return the step of a job that is back in the queue, in its hold.
-
-    Slurm tries to start a released job soon. One that must not start yet then waits for Slurm's next cycle, by default
-    up to a minute (slurm.conf(5), sched_interval): so it is released when it may.
-    """
+    """Return the step of a job that is back in the queue, in its hold."""
     # A requeue keeps the list of required nodes: another list is its owner's update.
     if job.required_nodes != move.pinned:
         return Step(move, Release(job.key, "its owner has changed it"), "was changed by its owner, so it is let go")
+    # Slurm tries to start a released job soon. One that must not start yet then waits for Slurm's next cycle, up to a
+    # minute by default (slurm.conf(5), sched_interval): so it is released when it may start.
     soon = 0 < (job.eligible_s or 0.0) - snapshot.time_s <= RESTART_GRACE_S
     if soon and not _elsewhere(move, phase):
         return Step(move, sentence=f"{_goes(move)}: it has left its nodes, Slurm may start it within a second")

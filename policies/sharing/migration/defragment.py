@@ -36,6 +36,7 @@ def make_room(state: RoundState, job: Job) -> str:
 def defragment_for_queue(state: RoundState) -> None:
     """Make room for jobs that Slurm would start if it had the resources; those with room already keep it."""
     for job in state.slurm.queued:
+        # A job that waits for its Priority stands behind another one, which would get the room.
         stuck = job.state_reason == "Resources" and state.settings.manages(job)
         if stuck and _searches(state) and not _served(state, job):
             make_room(state, job)

@@ -6,7 +6,7 @@ out too, so that fewer jobs share a GPU. A move must gain more than it costs; on
 ``move_every_s``, and a round moves at most ``moves_per_round``.
 
 Of the jobs that take turns a waiting one goes, because that costs no GPU its time. Where none of them may, the holder
-goes, and the next one gets its GPUs: always so on a real cluster, where only a running job can save a checkpoint.
+goes, and the next one gets its GPUs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _in_turns(state: RoundState, host: HostState) -> Iterator[Resident]:
     able = [resident for resident in state.residents(host) if resident.job.key not in state.who.packed]
     waiting = [resident for resident in able if resident.job.key not in state.who.holders and not _held(resident)]
     yield from waiting
+    # On a real cluster it is mostly the holder that goes: a job that has yielded can save only from host memory.
     wanted = frozenset().union(*(resident.gpus for resident in waiting))
     for resident in able:
         stays = resident.job.key in state.who.holders and _held(resident)

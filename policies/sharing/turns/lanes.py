@@ -38,8 +38,8 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
 
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours, or Slurm's own at a restart; the latter is all that
-    is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it:
-    with a suspended job Slurm would delete it, and lose the job. Hosts of another service's partitions are that one's.
+    is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it.
+    Hosts of another service's partitions are that one's.
     """
     if not any(node.lane or node.drained or node.dynamic for node in snapshot.nodes):
         return ()
@@ -49,8 +49,7 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
     wanted = {host.name: host.further_lanes for host in snapshot.hosts}
-    # A pending job whose only node is deleted becomes unrunnable (BadConstraints): Slurm sets its priority to 0 for
-    # good.
+    # A pending job whose only node is deleted becomes unrunnable (BadConstraints), and Slurm sets its priority to 0.
     jobs = snapshot.jobs if memory.placed else ()
     placed = (job for job in jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
     occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
@@ -60,6 +59,7 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
         if node.dynamic and node.lane > wanted.get(node.host, 0):
             if not node.drained:
                 actions.append(DrainNode(node.name, f"{OUR_DRAIN} {CLOSES}"))
+            # Slurm would delete a node with only suspended jobs as well, and lose them.
             elif node.name not in occupied:
                 actions.append(RemoveNode(node.name, CLOSES))
         elif node.lane and reason and not node.drained:

@@ -345,8 +345,7 @@ def _requeue_reason(job: Job, state: RoundState) -> str | None:
     # It cannot be stopped, and another job has waited long enough for it.
     stuck = _cannot_stop(job, settings)
     unmanaged = [(o.key, o.lease) for o in rivals if stuck and o.lease is not None and o.lease.exclusive]
-    # Slurm has given lane 0's GPUs to a job that did not opt in, as on any other host: it waits seconds for them, no
-    # turn.
+    # Slurm has given lane 0's GPUs to a job that did not opt in, as on any other host: it waits for seconds, no turn.
     if kept := [k for k, o in unmanaged if o.state == "waiting" and o.waited_s > settings.unmanaged_wait_s]:
         return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in"
     started = lease.held_s > settings.lease_wait_s  # before, it may only not have attached yet

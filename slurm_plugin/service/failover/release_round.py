@@ -37,16 +37,16 @@ that service's, whose record is lost with the host."""
 def adopted(snapshot: ClusterSnapshot, partitions: Collection[str]) -> Memory:
     """Return the memory of the suspends, drains and SiteFactors that must be ours, for a service whose store was lost.
 
-    Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark. Slurm shows
-    SiteFactors of jobs that wait only (sprio(1)), so every job that may have been made to wait counts as having one.
-    Jobs of other partitions may have one of another service.
+    Jobs of other partitions may have a SiteFactor of another service.
     """
     return Memory(
+        # Slurm shows SiteFactors of waiting jobs only (sprio(1)): each that may have made way counts as having one.
         factors={
             job.key.id: UNKNOWN_FACTOR
             for job in snapshot.jobs
             if job.opted_in and job.requeueable and job.partition in partitions
         },
+        # Only the service suspends a job whose agents report that it has yielded.
         suspended=frozenset(
             job.key
             for job in snapshot.jobs
@@ -114,9 +114,7 @@ def release_unrecorded(
 def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Outcome]]) -> Memory:
     """Return a round's memory corrected by its outcomes (pure).
 
-    The ledger writes everything down before it happens. A release that failed must not look like one that an
-    owner's later hold follows, or the job would stay held for ever. A suspend that failed stays: it may have
-    happened all the same, and the next snapshot shows it. One that never left is not ours.
+    The ledger writes everything down before it happens.
     """
     suspended, placed, drained = set(memory.suspended), set(memory.placed), set(memory.drained)
     held, requeued, factors = dict(memory.held), dict(memory.requeued), dict(memory.factors)
@@ -126,6 +124,8 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
             for number in (key.id for key in keys):
                 factors.pop(number, None)
                 factors |= {number: before.factors[number]} if number in before.factors else {}
+        # A suspend that failed may have happened all the same, which the next snapshot shows; one that never left is
+        # not ours.
         elif isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
             suspended.discard(action.job)
         elif isinstance(action, Requeue) and not outcome.left:
@@ -137,6 +137,7 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
             drained.discard(action.node)
         elif isinstance(action, Unsuspend) and outcome.ok:
             suspended.discard(action.job)
+        # Else the job's hold would look like a later one of its owner, and stay for ever.
         elif isinstance(action, Place | Release) and not outcome.ok and action.job not in before.placed:
             placed.discard(action.job)
     return replace(

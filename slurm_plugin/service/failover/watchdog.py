@@ -85,10 +85,7 @@ def parent_died(pipe: int) -> bool:
 def stand_in(
     store: Path, open_slurm: Callable[[], SlurmGateway], grace_s: float, pause: Callable[[float], object]
 ) -> bool:
-    """Release the jobs of a dead service, unless a new one comes; return whether this process released them.
-
-    It takes the store's lock only once Slurm answers, so that a new service never waits for it.
-    """
+    """Release the jobs of a dead service, unless a new one comes; return whether this process released them."""
     lock = StoreLock(store)
     waited_s = 0.0
     while waited_s < grace_s and lock.owner() is None:
@@ -109,6 +106,7 @@ def _attempt(store: Path, lock: StoreLock, open_slurm: Callable[[], SlurmGateway
     clock = SystemClock()
     try:
         with closing(open_slurm()) as slurm:
+            # The lock only once Slurm answers: a new service must not wait for it while slurmctld is away.
             slurm.read()
             lock.take()
             try:

@@ -97,11 +97,7 @@ UP_S = 10.0
 def with_leases(
     snapshot: ClusterSnapshot, agents: Mapping[str, Agent], parts: Mapping[JobKey, Parts]
 ) -> ClusterSnapshot:
-    """Return Slurm's snapshot with each job's lease and each host's agent.
-
-    A job that root registered as one that shares, on a further lane, shares until it ends there, whatever its comment
-    has become: it has the lane because it opted in, and exclusive use needs lane 0.
-    """
+    """Return Slurm's snapshot with each job's lease and each host's agent."""
     names = sorted({node.host for node in snapshot.nodes} | set(agents))
     further = {node.name for node in snapshot.nodes if node.lane}
     host_of = snapshot.host_of
@@ -123,6 +119,8 @@ def with_leases(
         lease = merge(parts[job.key], agents)
         if job.opted_in or lease.exclusive or further.isdisjoint(job.nodes):
             return changed(job, lease=lease)
+        # The owner of a running job may change its comment. On a further lane it shares all the same until it ends: it
+        # has the lane because it opted in, and exclusive use needs lane 0.
         return replace(job, lease=lease, options=replace(job.options or Options(), share=True), unmanageable="")
 
     return replace(
