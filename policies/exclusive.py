@@ -218,6 +218,7 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job], factors: Mapping[in
             nodes = tuple([share.node for share in wanted])
             starts.append(Place(job.key, nodes, TURN, shares=wanted))
             if factors.get(job.key.id):
+                # Slurm starts a pinned job in its place of the queue only, which by the factor would be the last one.
                 lifted.append(SetFactor(job.key, 0, TURN))
     return (*_ways(stopped, starts), *changes, *lifted, *starts)
 

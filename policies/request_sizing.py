@@ -38,6 +38,7 @@ def requests(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSetting
     """
     sizes: dict[JobKey, Size] = {}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
+        # Slurm changes the CPUs and memory of a pending job only.
         if job.state != "PENDING" or job.held or job.gpus <= 0 or not settings.manages(job):
             continue
         size = _restored(job, memory) if job.key in memory.sized else _sized(job, snapshot.nodes)
@@ -75,6 +76,7 @@ def _sized(job: Job, nodes: Sequence[Node]) -> Size | None:
     enough = _sufficient(
         profile, gpus, asked, Request(node.cpus * gpus // node.gpus, node.memory_mb * gpus // node.gpus)
     )
+    # Slurm gives each task as many CPUs as the others, so the CPUs of a job are a multiple of its tasks.
     total = Request(
         -(-enough.cpus * parts // job.tasks) * job.tasks,
         enough.memory_mb * parts if enough.memory_mb > asked.memory_mb else job.memory_mb,

@@ -146,6 +146,7 @@ class Scheduler:
     def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
         """Queue a job, from ``delay_s`` on; its age begins then."""
         self._bounded |= job.array_limit is not None or bool(job.licenses)
+        # A requeue is a new submission: Slurm counts the age from there.
         job.begin_s = job.eligible_s = now_s + delay_s
         self._number(job)
         if delay_s > 0:
@@ -393,6 +394,7 @@ class Scheduler:
             elif job.pins:
                 left &= ~bits_of(at for at, _ in job.pins)
             else:
+                # As in slurmctld, jobs of other partitions that share its nodes may not take these either.
                 blocked.add(job.partition)
                 left &= ~self.nodes_of[job.partition]
         for job in self._unseen:

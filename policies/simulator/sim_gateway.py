@@ -130,6 +130,7 @@ class SimGateway:
                  if key in self.world.live]  # fmt: skip
         for job, factor in found:
             self._count(MakeWay)
+            # Before any requeue, as on a cluster: one that is back may start at once.
             self.world.set_factor(job, factor)
         for job, _ in found:
             self.world.requeue(job, hold=False)

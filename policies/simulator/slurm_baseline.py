@@ -32,6 +32,7 @@ def simulate_slurm(
     backfill. ``progress`` is called after each event with the simulated time in seconds and the jobs that have ended.
     Raise InputError for a job that can never run.
     """
+    # Without Cadenza a host is one node: further lanes would count its GPUs twice.
     whole = tuple(node for node in nodes if node.lane == 0)
     plain = replace(setup, lanes=1, place=False, phased_moves=False, synergy=False, backfill=rules or setup.backfill)
     world, horizon_s = World(jobs, whole, plain), setup.horizon_s or inf

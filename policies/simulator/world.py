@@ -326,6 +326,7 @@ class World:
                 if back:
                     continue
                 for job in [job for job in self.live.values() if any(s.node == node.name for s in job.placement)]:
+                    # Slurm itself requeues the jobs of a node that it has lost (slurm.conf(5), JobRequeue).
                     self.requeue(job, hold=False)
 
     def _replace(self, node: Node) -> None:
@@ -446,6 +447,7 @@ class World:
         self._forget(job)
         job.key = JobKey(job.key.id, job.key.restart + 1)
         job.state, job.saved_s = "PENDING", inf
+        # Requeues that lost no work would flatter every policy that preempts.
         if not saved:
             job.moves, job.move_cost_s = False, None
             job.lose_unsaved(self.setup.checkpoint_s)
