@@ -126,6 +126,7 @@ def _reserve(host: str, nodes: list[Node], window: tuple[float, int], reason: st
     begins_s, minutes = window
     begin = datetime.fromtimestamp(begins_s).strftime("%Y-%m-%dT%H:%M:%S") if begins_s else "now"  # noqa: DTZ006 (Slurm's)
     names = ",".join(node.name for node in nodes)
+    # Slurm refuses a reservation over running jobs, unless it is told to ignore them (scontrol(1), IGNORE_JOBS).
     words = (f"StartTime={begin}", f"Duration={minutes}", "Users=root", "Flags=MAINT,IGNORE_JOBS", f"Nodes={names}")
     name = f"ReservationName={RESERVES}{host}"
     return Step(host, ("scontrol", "create", "reservation", name, *words, f"Comment={reason}"))

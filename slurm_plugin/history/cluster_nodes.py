@@ -99,6 +99,7 @@ def _kept(
     kept: dict[str, Node] = {}
     asleep, closed, odd = list[Node](), list[str](), list[str]()
     for node in nodes:
+        # FUTURE is a line of slurm.conf for a host that need not exist (slurm.conf(5), State).
         if node.lane or not node.gpus or "FUTURE" in states[node.name]:
             continue
         if partition is not None and partition not in node.partitions:

@@ -306,6 +306,7 @@ def _of_row(cells: Sequence[str], columns: Sequence[str], where: str) -> JobReco
         cell.get("Licenses", ""), cell.get("Constraints", ""), cell.get("AdminComment", ""),
         cell.get("SubmitLine", ""),
     )  # fmt: skip
+    # sacct writes UNLIMITED and Partition_Limit in place of a number.
     limit_min = number(limit, f"{where}: TimelimitRaw") if limit[:1].isdigit() else NEVER_S
     return record_of(row, 60 * limit_min if limit_min < NEVER_S else None, where)
 

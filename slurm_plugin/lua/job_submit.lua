@@ -375,6 +375,7 @@ end
 -- Returns {partitions={NAME=true}, lanes=N}; read at each submission, because Lua cannot detect a change of the file.
 local function read_settings()
   local settings = { partitions = {}, lanes = 2 }
+  -- slurmctld holds its locks while a script of this kind runs: one small file is read, and no other program is asked.
   for line in read_file(cadenza.settings_file):gmatch("[^\n]+") do
     local key, value = line:match("^%s*([%w_]+)%s*=%s*(.-)%s*$")
     if key == "partitions" then
@@ -436,6 +437,7 @@ local function count_managed(names, settings)
 end
 
 local function asks_for_gpus(job)
+  -- Each form of a request is in one of these by now: --gres in the first, --gpus in the second.
   for _, field in ipairs({ "tres_per_node", "tres_per_job", "tres_per_task", "tres_per_socket" }) do
     if job[field] and job[field]:find("gpu", 1, true) then
       return true
@@ -451,6 +453,7 @@ local function may_get_several_nodes(job)
   elseif is_set(job.min_nodes) and job.min_nodes > 1 then
     return true
   end
+  -- Without -N Slurm may spread the tasks over nodes, and with them the GPUs of --gpus and --gpus-per-task.
   return (is_set(job.num_tasks) and job.num_tasks > 1) or job.tres_per_job ~= nil or job.tres_per_task ~= nil
 end
 
@@ -463,6 +466,7 @@ local function refusal_reason(job, names, managed)
     return "--exclusive asks for whole nodes"
   elseif not asks_for_gpus(job) then
     return "it asks for no GPUs"
+  -- Slurm starts it in any of them, and where Cadenza manages none there are no lanes and no agents.
   elseif #names > 1 and managed < #names then
     return "it names several partitions and not all are managed"
   end
@@ -518,6 +522,8 @@ local function one_lane(lanes)
   for lane = 0, lanes - 1 do
     names[#names + 1] = "lane" .. lane
   end
+  -- Brackets ask for the same one of the features on all nodes (sbatch(1), --constraint): GPUs of two lanes of a host
+  -- would be the same GPUs.
   return #names > 1 and "[" .. table.concat(names, "|") .. "]" or names[1]
 end
 
@@ -592,6 +598,7 @@ end
 -- What an opted-in job may meet later, said while its user looks. It goes to sbatch's standard error, and has no number
 -- that a script could take for the job's.
 local function announce(job, options)
+  -- 0 is --no-requeue; without a word of the user JobRequeue of slurm.conf decides.
   if job.script and job.requeue ~= 0 and options.checkpoints ~= false then
     slurm.user_msg("cadenza: once this job keeps checkpoints it may make way for others; it comes back by itself. "
       .. "`cadenza why JOBID` tells")
@@ -686,6 +693,7 @@ local function modify(job, record, partitions)
   end
   local settings = read_settings()
   local names = partition_names(job.partition and job or record, partitions)
+  -- Slurm itself refuses other features for a job that runs.
   if not is_pending(record) or count_managed(names, settings) == 0 then
     return slurm.SUCCESS
   end
@@ -721,6 +729,7 @@ end
 -- Updates by others than the owner, as by the service, are not changed.
 function slurm_job_modify(job, record, partitions, uid)
   local ok, result = pcall(function()
+    -- slurmctld calls this for the updates of the service as well, which change nodes and sizes of jobs that move.
     return uid == record.user_id and modify(job, record, partitions) or slurm.SUCCESS
   end)
   if ok then

@@ -300,6 +300,7 @@ def on_demand(plan: LanePlan, nodes: Sequence[SlurmNode], config: Mapping[str, s
     """
     present = {node.name: node for node in nodes}
     firsts = tuple(node for node in plan.nodes if node.lane == 0)
+    # MaxNodeCount bounds static and dynamic nodes together, and the FUTURE node of each lane's feature counts as well.
     room = sum(not node.lane for node in nodes) + (plan.lanes - 1) * (len(firsts) + 1)
     limit = config.get("MaxNodeCount", "")
     enough = limit.isdecimal() and int(limit) >= room

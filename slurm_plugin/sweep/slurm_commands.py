@@ -56,6 +56,7 @@ class Slurm:
         )
         try:
             if done.returncode == 0:
+                # With several clusters --parsable adds the cluster's name behind a semicolon (sbatch(1)).
                 return int(done.stdout.strip().splitlines()[-1].split(";")[0])
         except (ValueError, IndexError):
             pass
@@ -63,6 +64,7 @@ class Slurm:
 
     def queue(self, prefix: str) -> list[Queued]:
         """Return the user's jobs whose name begins with ``prefix``, including recently ended ones."""
+        # slurmctld knows ended jobs for MinJobAge, and squeue shows them with --states=all only.
         done = _checked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%j|%T|%k"])
         rows = [line.split("|", 3) for line in done.splitlines() if line.count("|") >= 3]  # noqa: PLR2004
         return [
@@ -80,6 +82,7 @@ class Slurm:
         except SlurmUnavailable:
             return {}
         rows = [line.split("|") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+        # sacct writes "CANCELLED by UID".
         return {int(row[0]): row[1].split(" ")[0] for row in rows if len(row) > 1 and row[0].isdigit()}
 
     def failure(self, job: int) -> str:
