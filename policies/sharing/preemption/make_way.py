@@ -77,6 +77,7 @@ def _walk_through(state: RoundState, queue: list[Job]) -> None:
     ]
     making_way = state.where.making_way  # Slurm has their GPUs back soon, as those of jobs that end
     placed = [job for job in state.jobs.started if job.nodes]
+    # A job that ends has its GPUs in Slurm's allocation until its last node has cleaned up; then they are the queue's.
     leaving = [job for job in placed if job.state == "OTHER" or job.key.id in making_way]
     staying = (job for job in placed if job.state != "OTHER" and job.key.id not in making_way)
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.

@@ -44,6 +44,7 @@ def behind(standings: Standings, job: Job, waiting: Job) -> int:
     Slurm shows the priority with which a running job started, its age then included; without that age it is less.
     """
     had = standings.state.memory.factors.get(job.key.id, 0)
+    # At equal priorities Slurm takes the lower job id, which may be that of the job that leaves.
     most = waiting.slurm_priority - 1 - (job.slurm_priority - had)
     return max(min(-level_points(standings, job), most), LOWEST_FACTOR)
 
@@ -52,13 +53,13 @@ def level_points(standings: Standings, job: Job) -> int:
     """Return the points that a job loses by its level; below 0, those that it gains.
 
     The last level costs a part of the site's weights, so fair share and QOS still decide between accounts and classes.
-    That is for jobs which make way for each other. Where few can, the job that one made way for is soon done, and the
-    GPUs would go to jobs which keep them to their end: so the level counts less, and a job gains half of the last
-    level's points, as in Slurm alone it would have its GPUs still. One of whole hosts does not: first in the queue, it
-    would keep hosts idle until they are empty (docs/decisions.md, 0010).
+    That is for jobs which make way for each other.
     """
+    # Where few can leave, the job that one made way for is soon done, and the GPUs would go to jobs that keep them to
+    # their end. So the level counts less, and a job gains points: in Slurm alone it would have its GPUs still.
     part = standings.movable_part
     lost = standings.level(job) / LAST_LEVEL * part
+    # One of whole hosts gains none: first in the queue, it would keep hosts idle until they are empty (decision 0010).
     gained = 0.0 if job.gpus >= standings.widest else GAIN * max(1.0 - part / GAIN_BELOW, 0.0)
     return int((lost - gained) * standings.state.settings.level_points * standings.site.points)
 
@@ -109,11 +110,9 @@ def _stands_behind(move: Move, state: RoundState) -> bool:
 
 
 def _settled_factor(standings: Standings, job: Job, move: Move, had: int) -> int:
-    """Return the SiteFactor of a job that made way, once it need not stand behind others.
-
-    A requeue takes its age (job_mgr.c, accrue_time), and its own run has lowered its user's fair share. A job that
-    cannot leave loses neither: it was started by the priority that it had then, and runs to its end.
-    """
+    """Return the SiteFactor of a job that made way, once it need not stand behind others."""
+    # A requeue takes the job's age (job_mgr.c, accrue_time), and its own run has lowered its user's fair share. A job
+    # that cannot leave loses neither: Slurm started it by the priority of that moment, and it runs to its end.
     site = standings.site
     shown = job.slurm_priority - had
     base = shown if move.base is None else move.base

@@ -51,6 +51,7 @@ class RoundNodes:
         found: dict[JobKey, tuple[float, Shares]] = {}
         at, now_s = self.at, self.now_s
         for job in self._jobs:
+            # Slurm plans with time limits. A suspended job keeps its GPUs and memory, and its limit stands still.
             if job.nodes and job.state in ("RUNNING", "SUSPENDED"):
                 ran_s = job.run_s if job.run_s is not None else now_s - (job.start_s or now_s)
                 shares = [(at[name], amount) for name, amount in job.amounts.items() if name in at]
@@ -100,6 +101,7 @@ class SlurmPass:
         start_s, spot = self._pass.earliest(one, self.future)
         if not spot:
             return False
+        # Slurm's backfill reserves for each job that it looks at, EASY for the first one only.
         if start_s > self.now_s:
             self._pass.reserve(start_s, start_s + one.limit_s, bits_of(spot))
             return False

@@ -89,6 +89,7 @@ class Standings:
 
     def starves(self, job: Job) -> bool:
         """Return True if a waiting job made way a day ago and has not come back since."""
+        # A requeue submits a job anew, so this is the time since it made way.
         if self.now_s < job.submit_s + STARVING_S:
             return False
         move = self.moves.get(job.key.id)
@@ -244,16 +245,18 @@ class Standings:
         """Return True if the site's own rules put a running job above a waiting one, so that it does not make way.
 
         It is of a higher class (PriorityTier of its partition, priority of its QOS), or its account or user has had
-        less than their share and the waiting job's more (LevelFS below 1; Slurm's fair tree compares accounts first).
-        The share does not count against a job that made way a day ago: in Slurm alone it would have kept its GPUs,
-        and where each host has a job of such an account it would not come back before one of these ends.
+        less than their share and the waiting job's more (LevelFS below 1).
         """
         site, fair = self.site, self.site.fair_share
+        # Slurm sorts its queue by PriorityTier before it looks at any priority.
         if job.partition != other.partition and site.tier(job.partition) > site.tier(other.partition):
             return True
         if job.qos != other.qos and site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
             return True
+        # Slurm's fair tree compares accounts first, and users within one account only.
         same = job.account == other.account
+        # The share does not count against a job that made way a day ago: in Slurm alone it would have kept its GPUs,
+        # and where each host has a job of such an account it would come back only when one of these ends.
         if fair.get(f"{other.account}/{other.user}" if same else other.account, 1.0) >= 1.0 or self.starves(other):
             return False
         return fair.get(f"{job.account}/{job.user}" if same else job.account, 1.0) >= 1.0

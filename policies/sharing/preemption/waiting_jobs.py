@@ -28,6 +28,7 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
         job
         for job in pending
         if queues_for_gpus(job.state, job.gpus, job.slurm_priority, job.state_reason)
+        # Slurm starts no job before that, as in the delay after a requeue, whatever reason it still shows.
         and (job.eligible_s or 0.0) <= now_s
         and not (any_met and limits.reason(job))
     ]
