@@ -64,6 +64,7 @@ def accelerate_at_end() -> bool | None:
 def _is_at_end(iterator: Any) -> bool:
     """Return whether an iterator has handed out all batches; one without a length has not."""
     try:
+        # The iterator of a DataLoader counts the batches that it has handed out; those read ahead are not in it.
         return bool(iterator._num_yielded >= len(iterator))  # noqa: SLF001
     except (TypeError, NotImplementedError, AttributeError):
         return False

@@ -26,6 +26,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
         numpy = sys.modules["numpy"].random.get_state(legacy=False)
         inner = {key: getattr(value, "tolist", lambda value=value: value)() for key, value in numpy["state"].items()}
         state["numpy"] = {**numpy, "state": inner}  # MT19937's key is the one array
+    # Asking for a GPU's generator would start CUDA in a process that uses none.
     if devices and (accelerator := device.in_use()):
         states = [bytes(one.tolist()).hex() for one in accelerator.module.get_rng_state_all()]
         state[accelerator.kind] = {"current": accelerator.module.current_device(), "states": states}

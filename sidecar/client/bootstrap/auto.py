@@ -198,11 +198,13 @@ def _live_state() -> dict[str, object]:
     import torch  # noqa: PLC0415
 
     kinds = (torch.nn.Module, torch.amp.GradScaler)
+    # isinstance() would ask `__class__`, in which a script's lazy objects run code of their own.
     things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
     inner = {id(child) for thing in things for child in (vars(thing).get("_modules") or {}).values()}
     roots = [
         thing
         for thing in things
+        # The collector also lists modules whose __init__ has not run, and which have no parts yet.
         if id(thing) not in inner and (not isinstance(thing, torch.nn.Module) or "_modules" in vars(thing))
     ]
     return {f"{type(thing).__name__}#{number}": thing for number, thing in enumerate(roots)}

@@ -342,6 +342,8 @@ class Checkpoint:
                 tensors += [*thing.parameters(), *thing.buffers()]
             elif not groups and isinstance(thing, (torch.Tensor, Mapping)):
                 tensors += tensors_in(thing)
+        # Autograd's own count of changes in place: to compare contents would wait for the GPU. Inference tensors have
+        # no such count.
         return tuple(tensor._version for tensor in tensors if not (is_lazy(tensor) or tensor.is_inference()))  # noqa: SLF001
 
     def _look(self) -> None:
@@ -505,6 +507,7 @@ class Checkpoint:
 
     def _capture(self, step: int, staging: Staging) -> writing.Captured:
         """Copy the state; raise UsageError on every rank if it cannot be saved or differs between ranks."""
+        # A job that has yielded saves here, too, and its tensors have no memory then.
         with self._session.host_copies():
             captured = self._ranks.all_ranks(lambda: self._capture_own(step, staging))
         position = captured.own["sampler"] if isinstance(self._sampler, ResumableSampler) else None
@@ -536,6 +539,7 @@ class Checkpoint:
         if not unchanged:
             raise UsageError("sampler: its state_dict() changes when written as JSON (keys must be text, no tuples)")
         generators = {name: part.capture() for name, part in self._generators.items()}
+        # Each rank draws its own random numbers, for dropout and augmentation: they are no part of the shared file.
         own = {"rng": rng_state.capture(), "sampler": state, "generators": generators}
         return writing.Captured({"parts": shared}, own, staging.sharded)
 
@@ -562,6 +566,7 @@ class Checkpoint:
                 _log.error("%s", failure)
                 self._failure = failure if raises else None
 
+        # No daemon: the interpreter's end waits for a write that is under way.
         self._thread = threading.Thread(target=write, name="cadenza-checkpoint")
         self._thread.start()
 

@@ -50,6 +50,7 @@ class Ranks:
                 store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
                 self._store = distributed.distributed_c10d.PrefixStore(f"cadenza.checkpoint/{next(_made)}", store)
                 self.roll_call("client.checkpoint()")
+            # gloo needs no GPU: a job saves also while its state is away from there.
             self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
     def roll_call(self, call: str, *, series: str = SCRIPT) -> None:

@@ -140,6 +140,8 @@ def temporary(path: Path) -> Path:
 
 def complete(place: Place, world_size: int, files: Mapping[str, Entry], facts: Facts) -> None:
     """Give a written checkpoint its name, then its marker; each is on the disk before the next."""
+    # fsync(2) of a file leaves its name to the directory. Without these syncs a crash could leave the marker, and not
+    # all of the files that it lists.
     sync_directory(temporary(place.path))
     temporary(place.path).rename(place.path)
     sync_directory(place.path.parent)

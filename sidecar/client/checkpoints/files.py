@@ -84,6 +84,7 @@ class Sink:
 
     def finish(self) -> Entry:
         """Sync the file to the disk and return its entry."""
+        # write(2) ends in the page cache: without the sync a host that fails takes the checkpoint with it.
         os.fsync(self._file.fileno())
         return Entry(self._nbytes, self._crc32)
 
@@ -177,6 +178,7 @@ class Worker(threading.Thread):
     """A thread with one piece of work on a file system, which may never answer."""
 
     def __init__(self, work: Callable[[], T]) -> None:
+        # A system call that never returns must not keep the interpreter from its end.
         super().__init__(name="cadenza-files", daemon=True)
         self._work = work
         self.moves = 0

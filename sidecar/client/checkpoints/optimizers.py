@@ -144,6 +144,7 @@ class OptimizerPart:
             return None
         placed = {}
         for key, value in state.items():
+            # Torch's optimizers make their state at the first step: before, there is nothing here to overwrite.
             old = live.get(key)
             if type(value) is torch.Tensor is type(old) and (value.shape, value.dtype) == (old.shape, old.dtype):
                 with torch.no_grad():
@@ -160,6 +161,7 @@ def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -
     if isinstance(value, torch.Tensor):
         if is_sharded(param) and value.shape == param.shape:
             return as_shards(value, param)
+        # load_state_dict moves the tensor `step` to the GPU, for capturable and fused optimizers only.
         return value.to(param.device, copy=True) if value.shape == param.shape and value.dim() else value.clone()
     if isinstance(value, dict):
         return {key: _placed(item, read, param) for key, item in value.items()}

@@ -112,6 +112,7 @@ class WriterLock:
             before = _held.get(self._key)
             if before is not None and before is not self:
                 before._displaced()  # noqa: SLF001 - of this class
+                # Closing any descriptor of the file in this process drops the lock (fcntl(2)), so this one moves on.
                 self._file, before._file = before._file, -1  # noqa: SLF001
             _held[self._key] = self
         if not self._open(make=make):
@@ -156,6 +157,7 @@ class WriterLock:
         path = self._directory / LOCK
         if self._file >= 0:
             with contextlib.suppress(OSError):
+                # A lock on a file that was removed from its directory keeps no one out who opens the name anew.
                 if os.path.samestat(os.fstat(self._file), path.stat()):
                     return True
             os.close(self._file)

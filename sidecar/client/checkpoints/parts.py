@@ -89,6 +89,7 @@ class ModelPart:
         """Have the same parameters trained as where the job was saved: its script may unfreeze some just once."""
         trains = {*saved["trains"]}
         for name, param in self._module.named_parameters():
+            # Torch changes requires_grad of leaves only.
             if param.is_leaf and param.requires_grad != (name in trains):
                 param.requires_grad_(name in trains)
 
@@ -118,6 +119,7 @@ class StatefulPart:
         here = type(self._thing).__qualname__
         if saved.get("type") != here:
             raise MismatchError(f"{self._name}: the checkpoint has a {saved.get('type')}, this job a {here}")
+        # A scaler that is disabled has an empty state_dict(), which one that is enabled refuses.
         if isinstance(self._thing, torch.amp.GradScaler) and bool(saved["state"]) != self._thing.is_enabled():
             raise MismatchError(f"{self._name}: it is enabled in one of checkpoint and job, and not in the other")
 

@@ -147,9 +147,8 @@ class ResumableSampler(Sampler[int]):
         """Yield the loader's batches of the rest of this epoch; each counts as trained when it is handed out.
 
         So save after the step of the batch at hand. The next epoch begins when the batch after the last one is asked
-        for, which is at the end of a ``for`` loop. Starting a DataLoader draws a number from torch's generator. In
-        the middle of an epoch, where the uninterrupted run would not draw one, this is undone. The loader must have
-        a ``batch_size``; with another kind of batch sampler call ``advance`` instead.
+        for, which is at the end of a ``for`` loop. The loader must have a ``batch_size``; with another kind of batch
+        sampler call ``advance`` instead.
         """
         size = getattr(loader, "batch_size", None)
         if not isinstance(size, int):
@@ -164,6 +163,8 @@ class ResumableSampler(Sampler[int]):
         drops = bool(getattr(loader, "drop_last", False))
         left = self._share(self.length - self.position)
         if left >= (size if drops else 1):  # with more ranks than before, or at the epoch's end, no batch may be left
+            # Starting a DataLoader draws its base seed from torch's generator. In the middle of an epoch, where the
+            # uninterrupted run would not draw one, this is undone.
             with torch.random.fork_rng([]) if self.position else contextlib.nullcontext():
                 iterator = iter(loader)
             for batch in iterator:
@@ -239,6 +240,7 @@ class ResumableSampler(Sampler[int]):
             return torch.randperm(self.length, generator=generator) if self.shuffle else range(self.length)
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(self._epoch)
+        # An empty list of devices: by default fork_rng saves the generators of all GPUs, and so starts CUDA.
         with torch.random.fork_rng([]):
             torch.set_rng_state(generator.get_state())
             return list(self._source)

@@ -83,6 +83,7 @@ class Staging:
         if copy is None or (copy.shape, copy.stride(), copy.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
             pinned = device.of(tensor.device) is not None
             copy = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        # Only a copy to pinned memory runs while the host goes on.
         return copy.copy_(tensor, non_blocking=True)
 
 
@@ -102,6 +103,7 @@ def as_shards(value: torch.Tensor, live: Any) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - loaded, as live is one
 
     mesh = live.device_mesh
+    # Without a source rank torch makes no collective of it: each rank has read the whole tensor.
     return distribute_tensor(value.to(mesh.device_type), mesh, live.placements, src_data_rank=None)
 
 

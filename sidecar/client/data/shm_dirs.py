@@ -77,6 +77,7 @@ class CacheDirectory:
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, EXCLUSIVE)
+                # The last user may have removed the file between open and lock: such a lock keeps no one out.
                 if os.fstat(users).st_nlink:
                     prepare(self.path)
             fcntl.flock(users, fcntl.LOCK_SH)
@@ -103,6 +104,7 @@ class CacheDirectory:
     def forget(self) -> None:
         """Give up the directory in a forked child: the parent uses it, and its end must not wait for the child's."""
         if self._users >= 0:
+            # A lock of flock(2) belongs to the open file: while the child has it open, the parent's lock stays.
             os.close(self._users)
             self._users = -1
 

@@ -224,6 +224,7 @@ class LightningHooks:
                 part.unlink()
             self._part.not_saved(error)
             return
+        # Rank 0 alone renames the file: no other rank may name it before.
         trainer.strategy.barrier("cadenza")
         self._part.saved(path, trainer.global_step)
 

@@ -176,6 +176,7 @@ def containers(module: torch.nn.Module) -> dict[str, object]:
 def wrapper(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the DistributedDataParallel around a module, if any; a stop must know its gradient buckets."""
     kind = torch.nn.parallel.DistributedDataParallel
+    # isinstance() would ask `__class__`, in which a script's lazy objects run code of their own.
     wrappers = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
     return next((one for one in wrappers if one.module is module), None)
 

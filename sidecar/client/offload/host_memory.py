@@ -194,15 +194,13 @@ class Chunks:
 
 
 def map_memory(nbytes: int, *, huge: bool) -> mmap.mmap | None:
-    """Return new host memory, None for no bytes, in huge pages if the kernel has them and ``huge`` is set.
-
-    Huge pages are for memory that stays. In a virtual machine, the kernel gives freed huge pages to its host, and
-    getting one back takes longer than the copy into it.
-    """
+    """Return new host memory, None for no bytes, in huge pages if the kernel has them and ``huge`` is set."""
     if not nbytes:
         return None
     lazily = NO_RESERVE if huge else 0
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
+    # Huge pages are for memory that stays. In a virtual machine the kernel gives freed huge pages to its host, and
+    # getting one back takes longer than the copy into it.
     if huge:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)

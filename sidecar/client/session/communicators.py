@@ -63,7 +63,7 @@ class Communicators:
         module = sys.modules.get("torch.distributed.distributed_c10d")
         try:
             backends = self._backends(module) if module is not None else []
-            # ncclCommSuspend waits for all ranks of a group, without a limit. So the ranks agree before, in the store of
+            # ncclCommSuspend waits for all ranks of a group without a limit, so the ranks agree before, in the store of
             # their process groups.
             agreed = bool(backends) and _agreed(module, f"cadenza/suspend/{self._session}/{stop}")
         except Exception as error:  # noqa: BLE001 - torch's private names, and a store whose process may be gone
