@@ -227,6 +227,8 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 def decode(packet: bytes) -> dict[str, Any]:
     """Return the packet's object; raise WireError unless it is one of this version with a type."""
+    # recv(2) on SOCK_SEQPACKET cuts a packet off without an error: the reader takes one byte more than a packet may
+    # have.
     if len(packet) > MAX_PACKET:
         raise WireError(f"not JSON: cut off, its packet exceeds {MAX_PACKET} bytes")
     try:

@@ -189,6 +189,7 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; leases stay on disk and jobs run on."""
+        # A poll that a signal interrupts is begun again (PEP 475): the byte that Python writes into this pipe ends it.
         previous = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         notify("READY=1")
@@ -396,6 +397,7 @@ def _lock(directory: Path) -> IO[str]:
     except OSError as error:
         raise StateFileError(f"{directory}: cannot be used for leases: {error.strerror}") from None
     try:
+        # The kernel lets go of this lock with the process, however that ends: a killed agent leaves none behind.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         with contextlib.suppress(OSError):

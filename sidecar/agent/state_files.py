@@ -118,6 +118,7 @@ class StateFile(Generic[S]):
             with os.fdopen(descriptor, "wb") as file:
                 file.write(text)
                 file.flush()
+                # Without this sync the rename may reach the disk before the data: a crash leaves an empty file.
                 os.fsync(file.fileno())
             temporary.replace(self.path)
             directory = os.open(self.path.parent, os.O_RDONLY)

@@ -79,6 +79,7 @@ class Channel:
         try:
             with theirs:
                 stdin = theirs.fileno()
+                # Signals to the agent's process group must not cut off a copy, which would spoil its process.
                 self._process = subprocess.Popen(command, stdin=stdin, env=env, cwd="/", start_new_session=True)
         except OSError as error:
             ours.close()

@@ -91,6 +91,7 @@ class Trial:
         plain = mapped_managed_bytes(pid)
         self._cuda.lock(pid, LOCK_MS)
         checkpoint_s = self._timed(self._cuda.checkpoint)
+        # The driver calls a process checkpointed; only NVML shows that the GPU's memory is free.
         if (left := self._bytes(self._gpu)) > MAX_LEFT_BYTES:
             raise TrialError(f"{left >> 20} MB stay on the GPU after a checkpoint")
         restore_s = self._timed(self._cuda.restore)

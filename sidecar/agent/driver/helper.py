@@ -139,6 +139,7 @@ def main(lock: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # the end of the agent is the end of its socket
     sock = socket.socket(fileno=0)
     with Path(lock).open("a", encoding="ascii") as file:
+        # The helper of an earlier agent may still be copying: two helpers would call the driver for one process.
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             cuda = Cuda()

@@ -64,7 +64,9 @@ class Inspector:
             for pid, by_gpu in sorted(own.items())
             if (ticks := start_ticks(pid)) is not None
         )
+        # Without sizes it is not known whether the host has room for the copy.
         unsized = [pid for pid, by_gpu in own.items() if None in by_gpu.values()]
+        # A restore that finds too little memory cannot be repeated (NVIDIA/cuda-checkpoint, issue 44).
         free = {gpu: int(self._nvml.nvmlDeviceGetMemoryInfo(handle).free) for gpu, handle in devices.items()}
         headroom = [left for pid in own for left in self._headroom(pid)]
         refused = self._shared(devices) or self.refusal(own) or ""

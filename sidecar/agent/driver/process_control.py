@@ -141,6 +141,7 @@ class DriverController:
         usable = self.host.settings.agent.driver_checkpoint != "off" and self.channel.ready and self._objection == ""
         for lease in self.host.leases:
             run, own = self.host.run(lease.key), self._jobs.get(lease.key)
+            # A lock waits for collectives with processes on other hosts, whose drivers this agent cannot call.
             run.freezable = usable and lease.hosts == 1
             run.driver = _work(own)
             run.lost = own.machine.reason if own is not None and own.machine.lost else ""
@@ -156,6 +157,7 @@ class DriverController:
         """Take in the passing of time for one job, and the ends of its processes."""
         targets = [member.target for member in job.machine.members.values()]
         for target in targets if sweeping else ():
+            # Pids are used again: only the start time tells that this is still the process which was locked.
             if start_ticks(target.pid) != target.start_ticks:
                 self._advance(lease, job, events.Ended(target.pid))
         self._advance(lease, job, events.Tick())
@@ -216,16 +218,14 @@ class DriverController:
             self._advance(lease, job, event)
 
     def _memory_shortage(self, inspection: Inspection) -> str | None:
-        """Return the reason if the host, or the job's limit, cannot take the GPUs' memory.
-
-        The driver copies into the process itself, so the copy counts against the job's limit.
-        """
+        """Return the reason if the host, or the job's limit, cannot take the GPUs' memory."""
         needed = sum(size for one in inspection.processes for _, size in one.gpu_bytes)
         stops = [run.stop for run in self.host.jobs.values() if run.stop is not None and run.stop.committed]
         free = self.free_memory() - sum(stop.bytes for stop in stops)
         takes = f"its GPU memory takes {needed >> 20} MB (margin {MEMORY_MARGIN:g})"
         if needed * MEMORY_MARGIN > free:
             return f"host memory: {takes} and {max(free, 0) >> 20} MB are free"
+        # The driver copies into the process itself, so the copy counts against the job's limit.
         if inspection.headroom is not None and needed * MEMORY_MARGIN > inspection.headroom:
             return f"host memory: {takes} and the job's limit leaves {max(inspection.headroom, 0) >> 20} MB"
         return None

@@ -151,11 +151,9 @@ class JobHandler:
             raise NotAuthorizedError(f"{what}: uid {session.peer.uid} may not, only root's plugin may")
 
     def _registered(self, message: Start) -> Lease:
-        """Return the job's lease, new or brought up to date.
-
-        Slurm tells the restart to the batch step alone; the others have it from the prolog, which slurmd does not run
-        where a job is requeued as slurmctld starts. A job that has a later start on this node is that start's.
-        """
+        """Return the job's lease, new or brought up to date."""
+        # Slurm tells the restart to the batch step alone; the others have it from the prolog, which slurmd does not run
+        # where a job is requeued as slurmctld starts. A job that has a later start on this node is that start's.
         here = [one for one in self.host.leases if one.job == message.job and one.node == message.node]
         later = next((one for one in here if one.restart > message.restart), None)
         lease = later or self.host.leases.get(JobKey(message.job, message.restart))

@@ -31,6 +31,7 @@ class Groups:
         """Return the mount point of a controller's tree."""
         if controller:
             return self.root / MOUNT / controller
+        # systemd's hybrid layout mounts version 2 here, next to the controllers of version 1.
         hybrid = self.root / MOUNT / "unified"
         return hybrid if hybrid.is_dir() else self.root / MOUNT
 
@@ -83,6 +84,7 @@ class Groups:
 
     def frozen(self) -> bool:
         """Return True if the freezer holds the process, by its own group or by one above it (version 1 or 2)."""
+        # Both files show the effective state: a frozen group above counts, too (freezer-subsystem.rst, cgroup-v2.rst).
         if (inside := self.paths.get("freezer")) is not None:
             return text_of(self.mount("freezer") / inside / "freezer.state") == "FROZEN"
         inside = self.paths.get("")

@@ -168,6 +168,7 @@ class Page:
         for _ in range(MAX_READS):
             before = self._words[wire.PAGE_SEQUENCE]
             copy = self._map[:]
+            # No lock: a job that is stopped in the middle of a write would keep it, and with it the agent.
             if before % 2 == 0 and self._words[wire.PAGE_SEQUENCE] == before:
                 self._last = read_record(array("Q", copy))
                 return self._last

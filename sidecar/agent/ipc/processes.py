@@ -35,6 +35,7 @@ def text_of(path: Path) -> str:
 def peer_of(connection: socket.socket) -> Peer:
     """Return the credentials that the peer had when it connected."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    # The kernel notes these at connect(2): a message cannot claim another user or process (unix(7), SO_PEERCRED).
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid)
 
@@ -61,6 +62,7 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(name: str) -> list[str]:
     """Return the fields of /proc/NAME/stat from the state on; empty if the process or thread is gone."""
+    # A program's name may have spaces and brackets in it (proc_pid_stat(5)): the last bracket ends it.
     return text_of(Path(f"/proc/{name}/stat")).rpartition(")")[2].split()
 
 
@@ -103,6 +105,7 @@ def is_stepd(pid: int, root: Path = Path("/")) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Return a descriptor that becomes readable when the process ends, or None if the kernel gives none."""
     try:
+        # A pidfd names this process for good; a pid may be another process's a moment later.
         return os.pidfd_open(pid)
     except OSError:
         return None

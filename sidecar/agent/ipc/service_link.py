@@ -77,10 +77,12 @@ class Link:
         if not zmq.has("curve"):
             raise EnvironmentLacks("this libzmq has no CURVE; install one built with libsodium")
         options: dict[int, int | bytes] = {
+            # Without it the end of the agent would wait for a service that is away.
             zmq.LINGER: 0,
             zmq.SNDHWM: MAX_QUEUED,
             zmq.RECONNECT_IVL: 100,
             zmq.RECONNECT_IVL_MAX: 2000,
+            # A host that loses its power closes no connection: without heartbeats the link would look alive.
             zmq.HEARTBEAT_IVL: 5000,
             zmq.HEARTBEAT_TIMEOUT: 15000,
             zmq.CURVE_PUBLICKEY: keys[0],

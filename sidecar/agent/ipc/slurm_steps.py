@@ -119,6 +119,7 @@ def _children(pid: int) -> list[int]:
     """Return the children of all threads of a process (proc_pid_task(5), children)."""
     children: list[int] = []
     try:
+        # Each thread lists the children that it has started itself, and no others.
         for task in Path(f"/proc/{pid}/task").iterdir():
             children += map(int, (task / "children").read_text(encoding="ascii").split())
     except OSError:

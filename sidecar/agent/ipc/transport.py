@@ -121,8 +121,10 @@ class Listener:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # bind(2) refuses a name that exists, and a killed agent leaves its own.
             path.unlink(missing_ok=True)
             self.socket.bind(str(path))
+            # connect(2) needs the right to write. The kernel tells who connects, so that the file's mode need not.
             path.chmod(0o666)
             self.socket.listen(BACKLOG)
         except OSError as error:

@@ -179,9 +179,10 @@ class Host:
         """Return the difference between Slurm's word and a job's processes once it has lasted; otherwise "".
 
         A slurmd that is killed in the middle of a suspend or resume leaves one, and a slurmctld that forgets its last
-        seconds. Facts of a service that is silent are no word of Slurm's.
+        seconds.
         """
         fact, run = self.fact_of(lease), self.run(lease.key)
+        # Facts of a service that is silent are no word of Slurm's.
         wrong = AMISS.get((fact.suspended, self.shown(lease))) if fact is not None and not self.rotating() else None
         if wrong is None:
             run.amiss_since = None
@@ -191,16 +192,14 @@ class Host:
         return wrong if now - run.amiss_since >= AMISS_S else ""
 
     def absent(self) -> tuple[orders.AbsentJob, ...]:
-        """Return the jobs of the facts of which no step has been here for ``ABSENT_S``.
-
-        A slurmctld that was killed forgets that a job has ended, and calls it running until slurmd registers again,
-        half an hour later. Until then a job that has only just come, or ends, has its slurmstepd.
-        """
+        """Return the jobs of the facts of which no step has been here for ``ABSENT_S``."""
         now = self.clock.monotonic()
         if self.rotating() or not self.facts.jobs:
             self._absent_since.clear()
         elif now - self._steps_looked_at >= STEPS_LOOK_S:
             self._steps_looked_at = now
+            # A slurmctld that was killed forgets that a job has ended, and calls it running until slurmd registers
+            # again, half an hour later. A job that has only just come, or ends, has its slurmstepd.
             here = {step.job for step in self.steps()}
             gone = {JobKey(fact.job, fact.restart) for fact in self.facts.jobs if fact.job not in here}
             self._absent_since = {key: self._absent_since.get(key, now) for key in gone}

@@ -40,6 +40,7 @@ def prepare(folder: Path, order: LaneOrder) -> Path:
         gres = (site / "gres.conf").read_text(encoding="utf-8", errors="replace")
         folder.mkdir(parents=True, exist_ok=True)
         folder.parent.chmod(0o755)
+        # Jobs of the lane have this folder in SLURM_CONF, and read it as their users.
         folder.chmod(0o755)
         link_site(folder)
         own, lines = folder / "slurm.conf", own_settings(settings)

@@ -159,6 +159,7 @@ class LaneKeeper:
             (conf.parent / "environment").write_text(f"LANE='{order.hardware}'\n", encoding="ascii")
             output("systemctl", "restart", f"cadenza-lane@{order.node}.service")
         else:
+            # -Z registers a dynamic node (slurmd(8)). slurmctld reads --conf only where it makes the node.
             output("slurmd", "-f", str(conf), "-Z", "-N", order.node, "--conf", order.hardware)
 
     def _end(self, node: str, slurmd: Slurmd) -> None:

@@ -110,6 +110,7 @@ class Book:
         if not pids:
             return  # its first task waits in the plugin, which registers it
         if handover is None:  # it has no GPUs, or its prolog found no agent: its open device files say which
+            # Open device files need no driver's word, and CUDA keeps them open for as long as it is used.
             if gpus := devices_of(pids):
                 self._take(min(pids), gpus, job)
             return

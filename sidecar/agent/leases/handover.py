@@ -54,6 +54,7 @@ def read_all(directory: Path) -> tuple[Handover, ...]:
         paths = sorted(directory.iterdir())
     except OSError:
         return ()
+    # A lease follows from these files, so that a user who could write one would have any GPU.
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
         log.error("%s: not used: others than root may write there", directory)
         return ()

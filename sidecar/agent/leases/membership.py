@@ -30,6 +30,7 @@ def add(lease: Lease, pid: int) -> bool:
 def belongs(pid: int, lease: Lease) -> bool:
     """Return True if a process is one of the job: neither its environment nor its messages count."""
     if lease.group:
+        # slurmd places a job's processes in the group as root: one that has left its parents is still in it.
         return cgroup_paths.of(pid).slurm_job() == lease.group
     known = {one.pid: one.start_ticks for one in (*lease.processes, *lease.stepds)}
     return any(known.get(one) == start_ticks(one) for one in ancestors(pid) if one in known)

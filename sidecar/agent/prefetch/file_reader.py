@@ -58,6 +58,7 @@ def _read(path: bytes, left: int, buffer: bytearray) -> int | None:
     except OSError:
         return None
     try:
+        # Only the open file counts: its name may lead to another one by now.
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_size > left:
             return None

@@ -126,6 +126,7 @@ class NvmlDevice:
         try:
             memory = self._memory_info(self._handle)
         except self._nvml.NVMLError as error:
+            # Other errors, such as "not supported", say nothing of the GPU's health.
             return GpuMemory(fault=str(error) if error.value in FAILED else "")
         return GpuMemory(int(memory.free), int(memory.total))
 

@@ -28,6 +28,7 @@ class RecordRefusedError(Exception):
 def become(uid: int, gid: int, groups: list[int]) -> None:
     """Give up root for a user's rights, for good; raise OSError if that fails. Without root, do nothing."""
     if os.geteuid() == 0:
+        # Groups come first: without root's uid the process may not change them any more.
         os.setgroups(groups)
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
@@ -60,6 +61,7 @@ def open_file(directory: int, name: str) -> int:
     except FileExistsError:
         pass
     try:
+        # O_NONBLOCK: a FIFO under this name would make open(2) wait for a reader.
         file = os.open(name, FILE_FLAGS, dir_fd=directory)
     except OSError as error:
         raise RecordRefusedError(f"{name}: exists and cannot be appended to ({error.strerror}): remove it") from None

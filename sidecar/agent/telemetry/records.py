@@ -177,6 +177,7 @@ class Records:
             log.warning("no records JOBID=%s: %s", lease.key, error)
             return
         if job.recorder.stdin is not None:
+            # A recorder on a file system that hangs reads no more, and its full pipe must not stop the agent.
             os.set_blocking(job.recorder.stdin.fileno(), False)
         log.info("recording JOBID=%s uid=%d to %s/%s", lease.key, owner.uid, directory, name)
 

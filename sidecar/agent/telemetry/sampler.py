@@ -131,6 +131,7 @@ def _usage(
 ) -> Usage:
     """Return a job's use from two readings of its processes; a new process began between them."""
     rss = sum(one.rss - one.shared for one in processes.values())
+    # Forked workers share pages with the training: a plain sum would count these pages once for each process.
     rss += max((one.shared for one in processes.values()), default=0)
     if before is None or now <= before[0]:
         return Usage(len(processes), rss, gpu_percent=gpu[0], gpu_memory_bytes=gpu[1])

@@ -1,10 +1,8 @@
 """Limits by control groups of version 1 (kernel documentation, admin-guide/cgroup-v1).
 
-*cpuset*: the job's processes move to a group of the agent's next to Slurm's tree. Slurm's own groups stay as they are:
-the kernel refuses to make a group smaller than one below it, so a step of a job whose groups had been widened could not
-start. *cpu*: ``cpu.cfs_quota_us`` and ``cpu.shares``, which Slurm never writes, in the job's group if Slurm has one (it
-counts CPU time there), otherwise in a group of the agent's. *memory*: ``memory.soft_limit_in_bytes``; there is no
-throttle like version 2's ``memory.high``, and a lower ``memory.limit_in_bytes`` would kill instead of slow down.
+*cpuset*: the job's processes move to a group of the agent's next to Slurm's tree. *cpu*: ``cpu.cfs_quota_us`` and
+``cpu.shares``, which Slurm never writes, in the job's group if Slurm has one (it counts CPU time there), otherwise in a
+group of the agent's. *memory*: ``memory.soft_limit_in_bytes``.
 """
 
 from __future__ import annotations
@@ -52,6 +50,8 @@ class CgroupV1:
         self._memory = where.job("memory")
         self._cpu_of_slurm = where.job("cpu")
         self._cpu = self._cpu_of_slurm or _ours(where, "cpu", name)
+        # Slurm's own cpusets stay as they are: the kernel refuses to make a group smaller than one below it, so a step
+        # of a job whose groups had been widened could not start.
         self._cpuset = _ours(where, "cpuset", name)
         slurm_cpuset = where.job("cpuset")
         if not saved:
@@ -70,6 +70,7 @@ class CgroupV1:
         if self._cpu is not None and grant.milli:
             quota = grant.quota or self._cpuset is None
             self._weigh(self._cpu, floor_milli, grant.milli * PERIOD_US // MILLI if quota else UNLIMITED, pids)
+        # Version 1 has no throttle like memory.high, and a lower memory.limit_in_bytes would kill instead.
         if self._memory is not None and grant.memory_mb:
             put(self._memory / SOFT, str(grant.memory_mb * MB))
 
@@ -103,6 +104,7 @@ class CgroupV1:
         """Set quota and shares; the shares are those of as many tasks as the job's floor has CPUs."""
         if folder != self._cpu_of_slurm:
             _make(folder)
+        # The kernel takes no shares below 2.
         put(folder / "cpu.shares", str(max(2, SHARES * floor_milli // MILLI)))
         put(folder / "cpu.cfs_period_us", str(PERIOD_US))
         self._limit(folder, quota_us)
@@ -117,6 +119,7 @@ class CgroupV1:
         """Empty one of the agent's groups and remove it."""
         for _ in range(MAX_PASSES):
             left = [int(line) for line in text_of(folder / "cgroup.procs").split()]
+            # A control group is removed only once no process is in it (rmdir(2) answers EBUSY).
             for pid in left:
                 home = cgroup_paths.of(pid, self._root).home(controller) or folder.parent
                 _add(home, pid)

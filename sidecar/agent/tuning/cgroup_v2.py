@@ -1,8 +1,7 @@
 """Limits by control groups of version 2 (kernel documentation, admin-guide/cgroup-v2), in the job's own group.
 
 Slurm never writes ``cpu.max`` and ``cpu.weight``. Whenever a step starts, it writes ``cpuset.cpus`` again and, with
-ConstrainRAMSpace, ``memory.high`` and ``memory.max``, so the agent checks these regularly. For the same reason it
-leaves ``memory.max`` alone: a job grown beyond Slurm's limit would be killed when its next step starts.
+ConstrainRAMSpace, ``memory.high`` and ``memory.max``, so the agent checks these regularly.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ class CgroupV2:
 
     def apply(self, grant: Grant, floor_milli: int) -> None:
         """Set weight, quota, memory.high, and the cpusets of the job and of steps that have all of it."""
+        # Not memory.max: Slurm writes it again as a step starts, and a job that has grown beyond would be killed.
         if grant.memory_mb:
             put(self._job / "memory.high", str(grant.memory_mb * MB))
         if grant.milli:

@@ -62,13 +62,11 @@ def put(path: Path, text: str) -> None:
 
 
 def put_bandwidth(quota: Path, burst: Path, limit: str, most_us: int) -> None:
-    """Write a CPU bandwidth; up to one period of it may be saved for a later one (kernel 5.14 and later).
-
-    A training step needs its CPUs in bursts: with a quota of its average use it would be throttled in each burst.
-    """
+    """Write a CPU bandwidth; up to one period of it may be saved for a later one (kernel 5.14 and later)."""
     if text_of(quota) != limit:
         put(burst, "0")  # the kernel takes no quota below the burst that is set
         put(quota, limit)
+    # A training step needs its CPUs in bursts: a quota of its average use alone would throttle each burst.
     put(burst, str(most_us))
 
 
@@ -80,6 +78,7 @@ def megabytes(text: str) -> int | None:
 def rebind(pids: Iterable[int], cpus: frozenset[int], earlier: Iterable[frozenset[int]]) -> None:
     """Move threads to CPUs if their affinity is one that Slurm or the agent gave; other threads chose their own."""
     masks = frozenset(earlier)
+    # sched_setaffinity(2) acts on one thread: the others keep what they had.
     for thread in _threads(pids):
         with contextlib.suppress(OSError):  # it has ended, or its group leaves it none of these
             mask = frozenset(os.sched_getaffinity(thread))

@@ -294,6 +294,7 @@ class Arbiter:
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
+        # The driver restores in a thread of the process itself, which cannot run while Slurm has stopped the process.
         if lease.unasked or run.driver or any(is_stopped(one.pid) for one in lease.frozen):
             return False
         # Slurm's suspend is looked at: facts may be old, as after a service that died, or of a watchdog's resume.

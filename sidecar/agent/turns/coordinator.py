@@ -340,6 +340,7 @@ class StopCoordinator:
         if rank.arrived is None:
             stop.arrived_at = self.host.clock.monotonic()
             if self.gpus is not None:
+                # The switch waits for NVML's look, so that this one begins while other ranks still come.
                 self.gpus.ask(lease.gpus)
         if message.step < stop.step:
             self._tell_stop_step(rank, stop)
