@@ -413,6 +413,7 @@ local function flag_of(job)
 end
 
 local function partition_names(job, partitions)
+  -- A job without a partition gets the default one only after this script.
   if job.partition and job.partition ~= "" then
     local names = {}
     for name in job.partition:gmatch("[^,]+") do
@@ -459,8 +460,10 @@ end
 
 local function refusal_reason(job, names, managed)
   if job.cron_job then -- before the next: scrontab sets the offset to 0
+    -- Slurm refuses every update of a cron job, and a move needs some.
     return "cron jobs are not shared"
   elseif is_set(job.het_job_offset) then
+    -- Slurm suspends and requeues a heterogeneous job as a whole only.
     return "heterogeneous jobs are not shared"
   elseif WHOLE_NODES[job.shared] then
     return "--exclusive asks for whole nodes"
@@ -625,6 +628,7 @@ local function submit(job, partitions)
   end
   if options then
     options.v = 1
+    -- A SPANK option is in no answer of squeue or scontrol: only the comment tells it to the service.
     local text = merge(comment, options)
     if #text > COMMENT_BYTES then
       return refuse(job, string.format("the comment would take %d bytes of Slurm's %d: shorten it", #text, COMMENT_BYTES))

@@ -34,6 +34,7 @@ static int send_packet(const char *path, const char *packet, size_t length)
 	if (fd < 0)
 		return -1;
 	snprintf(address.sun_path, sizeof(address.sun_path), "%s", path);
+	/* Neither slurmstepd nor a task may end by SIGPIPE because the agent has. */
 	if (!connect(fd, (struct sockaddr *)&address, sizeof(address)) &&
 	    send(fd, packet, length, MSG_NOSIGNAL) == (ssize_t)length)
 		return fd;
@@ -123,6 +124,7 @@ enum verdict agent_wait(const struct job *job, const struct config *config, wait
 
 		if (fd < 0)
 			fd = send_packet(config->socket, packet, length);
+		/* A host that was never given an agent has no socket; one whose agent restarts has one that refuses. */
 		if (fd < 0 && errno == ENOENT && job->lane == 0 && !reached)
 			return AGENT_ABSENT;
 		reached = reached || fd >= 0;
@@ -237,6 +239,7 @@ void handover_write(const struct config *config)
 	*strrchr(path, '/') = '\0';
 	mkdir(path, 0700);
 	path_of(config, node, environment_number("SLURM_JOB_ID"), path, sizeof(path));
+	/* slurmd runs this as root: a link here would have another file written. */
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;

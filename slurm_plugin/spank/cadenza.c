@@ -53,6 +53,7 @@ static int option_given(int value, const char *text, int remote)
 		plugin.flagged = options.share;
 		return ESPANK_SUCCESS;
 	}
+	/* The job has passed this check where it was submitted: an error in slurmstepd would fail it as it starts. */
 	if (remote)
 		return ESPANK_SUCCESS;
 	slurm_error("cadenza: %s%s: %s", twin && text && !strcmp(twin, text) ? TWIN "=" : "--cadenza=", text, reason);
@@ -87,6 +88,7 @@ static void read_environment(spank_context_t context)
 	}
 	if (context == S_CTX_LOCAL && getenv("SLURM_JOB_ID"))
 		return;
+	/* srun and sbatch within a job inherit the outer job's value of it. */
 	unsetenv(SLURM_TWIN);
 	if (twin && *twin)
 		setenv(SLURM_TWIN, twin, 1);
@@ -161,6 +163,7 @@ int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 static void requeue(const struct job *job, const char *reason)
 {
 	slurm_error("cadenza: job %u: %s: its GPUs on %s are given back by a requeue", job->id, reason, job->node);
+	/* slurmctld answers at once: its kill comes while this task sleeps. */
 	if (!job_requeue(job->id))
 		sleep(REQUEUE_LIMIT_S);
 	slurm_error("cadenza: job %u: not requeued: it keeps waiting for its lease", job->id);
@@ -218,6 +221,7 @@ static void enter(spank_t spank, const struct job *job)
 		wait_for_first_task(plugin.gate);
 		return;
 	}
+	/* The other tasks look whether this one lives: it may be canceled while it waits. */
 	if (plugin.gate)
 		plugin.gate->first_pid = getpid();
 	wait_for_lease(job);

@@ -109,6 +109,7 @@ void leftover_end(void)
 
 	if (!find_step(folder, sizeof(folder)))
 		return;
+	/* A process may fork while the list is read, so the list is read again until it is empty. */
 	for (int tick = 0; tick < TICKS && kill_below(folder) > 0; tick++)
 		usleep(TICK_US);
 }

@@ -28,6 +28,7 @@ void preload_without(char *preload)
 		const char *name = strrchr(part, '/');
 		size_t length = strlen(part);
 
+		/* Two copies of the library would both serve cudaMalloc. */
 		if (!length || !strcmp(name ? name + 1 : part, LIBRARY))
 			continue;
 		if (out != preload)

@@ -121,6 +121,7 @@ static void *runtime(const char *name)
 
 	if (found || !dl_iterate_phdr(note_runtime, &path) || !path)
 		return found;
+	/* Only the copy that is there: another one would be a runtime that PyTorch does not use. */
 	library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
 	return library ? dlsym(library, name) : NULL;
 }
@@ -227,6 +228,7 @@ static int let_use(const struct segment *one)
 	for (int device = 0; device < MAX_DEVICES; device++)
 		if (device == one->device || peers[one->device] >> device & 1)
 			access[number++] = (struct access){{ON_DEVICE, device}, READ_WRITE};
+	/* No device can use a new mapping before this call. */
 	return noted(driver.cuMemSetAccess(one->address, one->size, access, number));
 }
 
@@ -257,6 +259,7 @@ static int unmap(struct segment *one)
 	if (error)
 		return error;
 	one->away = true;
+	/* The driver frees the memory once neither a mapping nor the handle is left. */
 	return noted(driver.cuMemRelease(one->handle));
 }
 
@@ -275,6 +278,7 @@ static int make(size_t size, uint64_t *address)
 	if (noted(driver.cuMemGetAllocationGranularity(&granularity, &properties, MINIMUM)) || !granularity ||
 	    size % granularity)
 		return NOT_SUPPORTED;
+	/* A reservation takes addresses and no memory: it stays through all yields. */
 	error = noted(driver.cuMemAddressReserve(&made.address, size, granularity, 0, 0));
 	if (error)
 		return error;
@@ -360,6 +364,7 @@ EXPORTED int cudaFree(void *where)
 	pthread_mutex_unlock(&lock);
 	if (!gone.number)
 		return RUNTIME(cudaFree, (void *), where);
+	/* Outside the lock: the streams may work for long, and other threads go on allocating. */
 	error = drain(gone.context);
 	if (error)
 		return error;
@@ -460,6 +465,7 @@ EXPORTED int cadenza_addresses_resume(void)
 			error = map(&segments[i]);
 	}
 	for (size_t i = 0; i < count; i++) {
+		/* All or none: with a part of its memory the job cannot go on, and others lack the room. */
 		if (error && segments[i].fresh && !segments[i].away)
 			unmap(&segments[i]);
 		segments[i].fresh = false;
