@@ -88,6 +88,7 @@ class AgentStub:
 
     def complete(self) -> bool:
         """Return whether every local rank has attached and made a step."""
+        # Ranks attach one after the other, and a step of those that are there waits for the others.
         expected = max((rank.local for rank in self.ranks.values()), default=1)
         records = self.records()
         return len(records) >= expected and all(record.iterations for record in records.values())

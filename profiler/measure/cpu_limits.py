@@ -86,6 +86,7 @@ def parents(own: str, root: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(","):
             found.append(root / controllers / path.lstrip("/"))
+            # Distributions mount cpu and cpuacct together, with a link of one name to both.
             found.append(root / "cpu" / path.lstrip("/"))
         elif not controllers:
             found.append((root / path.lstrip("/")).parent if path != "/" else root)
@@ -125,6 +126,7 @@ def pin(pid: int, cpus: Iterable[int]) -> None:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
             with contextlib.suppress(OSError):
+                # The call binds one thread; what the thread starts from now on inherits it.
                 os.sched_setaffinity(int(thread), allowed)
 
 

@@ -140,6 +140,7 @@ def _blocks(path: Path, buffer: mmap.mmap) -> Iterator[int]:
     try:
         while size := os.readv(descriptor, [buffer]):
             yield size
+            # A short read is the end of the file, and O_DIRECT reads on from aligned positions only.
             if size % ALIGNMENT:
                 return
     finally:
@@ -150,6 +151,7 @@ def memory_mb_s(clock: Clock) -> float:
     """Return how fast one thread copies from memory to memory: what a cache in memory gives, at least."""
     source = np.ones(16 * MB, dtype=np.uint8)
     target = np.empty_like(source)
+    # The first copy also has the kernel provide the target's pages, and is not timed.
     np.copyto(target, source)
     began = clock.monotonic()
     for _ in range(COPIES):

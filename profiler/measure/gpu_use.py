@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 def visible(environ: Mapping[str, str] = os.environ) -> tuple[GpuDevice, ...]:
     """Return the GPUs that the command may use: those of CUDA_VISIBLE_DEVICES by number, else all."""
     devices = nvml_devices()
+    # NVML shows all GPUs of the node whatever this variable says.
     named = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if named == [""] or not all(name.strip().isdigit() for name in named):
         return devices

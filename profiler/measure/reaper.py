@@ -30,6 +30,7 @@ class Reaper:
     def __init__(self, socket: Path, cgroup: Path | None = None, caches: Path | None = None) -> None:
         """Start the process; ``caches`` are files in memory that the commands leave behind when they are killed."""
         words = [sys.executable, "-I", "-S", __file__, str(socket), *map(str, filter(None, (caches, cgroup)))]
+        # A Ctrl-C reaches the whole process group of the terminal, and this process must outlive it.
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
     def close(self) -> None:

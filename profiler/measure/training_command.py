@@ -38,6 +38,7 @@ class Run:
         self._limit = limit
         self._log = log
         self._words = list(words)
+        # 0 stands for the writer (cgroup.procs): the shell joins before its exec, so that no process starts outside.
         started = ["/bin/sh", "-c", JOIN, str(limit.quota.entry), *words] if limit.quota else self._words
         try:
             with log.open("ab") as output:
