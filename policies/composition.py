@@ -17,6 +17,7 @@ from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.preemption.waiting_jobs import MAX_TESTED
+from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.turns.repair import requeue_forgotten
 
 __all__ = ["Policy", "PolicySettings", "build"]
@@ -48,21 +49,20 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     sizes = rules.size_pending and allocation_entry.profiled
     if share == "none" and sharing.places and allocates:
         exclusive = Exclusive(ordering(order), allocation(allocate), rules, allocation_entry, ordering_entry)
-        policy = _Composed(rules, exclusive.decide, sizes, ordering_entry.learns)
+        policy = _Composed(rules, sharing, exclusive.decide, sizes, ordering_entry.learns)
         plain = not (sizes or rules.phased_moves or sharing.floor)
         steady = plain and ordering_entry.steady and allocation_entry.steady
         return Policy(name, policy.decide, exclusive.runnable if steady else None)
-    if not allocates:
-        sharing = replace(sharing, floor=True)  # jobs have all that they asked for
+    floored = sharing if allocates else replace(sharing, floor=True)  # jobs have all that they asked for
     leveled = ordering_entry.leveled
-    stages = stages_of(share, sharing, rules.gandiva, allocates=allocates, leveled=leveled)
-    pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate))
+    stages = stages_of(share, floored, rules.gandiva, allocates=allocates, leveled=leveled)
+    pipeline = Pipeline(stages, floored, rules.gandiva, ordering(order), allocation(allocate))
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         return pipeline.decide(snapshot, with_usage(memory, snapshot, rules.usage_half_life_s))
 
     reach = MAX_TESTED if share == "preemption" and order == "levels" and not allocates else None
-    return Policy(name, _Composed(rules, decide, sizes, ordering_entry.learns).decide, reach=reach)
+    return Policy(name, _Composed(rules, sharing, decide, sizes, ordering_entry.learns).decide, reach=reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class _Composed:
     """A policy with what surrounds it: moves over several rounds, and the requests of pending jobs."""
 
     settings: PolicySettings
+    sharing: SharingSettings
+    """The settings' ``effective_sharing``."""
     policy: Decide
     sizes: bool
     """True if pending jobs ask for what their profiles say."""
@@ -83,7 +85,7 @@ class _Composed:
         relocation = Relocation.of(snapshot, memory) if self.settings.phased_moves else None
         marked = relocation.snapshot if relocation is not None else snapshot
         # 2. Pending jobs ask for what their profiles say, and the policy sees them as if they had.
-        sizes = requests(marked, memory, self.settings.effective_sharing) if self.sizes else {}
+        sizes = requests(marked, memory, self.sharing) if self.sizes else {}
         # 3. Order, allocation and sharing.
         decision = self.policy(as_sized(marked, sizes), memory)
         # 4. Jobs that are placed get what they need there; others ask for it.
@@ -97,4 +99,4 @@ class _Composed:
         if relocation is not None:
             decision = relocation.join(decision, prefetch=self.settings.prefetch)
         # 6. Requeues that a killed slurmctld forgot are ordered again.
-        return requeue_forgotten(decision, snapshot, memory, self.settings.effective_sharing)
+        return requeue_forgotten(decision, snapshot, memory, self.sharing)

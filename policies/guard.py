@@ -74,6 +74,8 @@ def guard(
     and removing one.
     ``cadenza release --all`` does not come through here at all.
     """
+    if not actions:
+        return ()
     gate = Guard(snapshot, memory)
     judged = []
     left = settings.max_actions_per_round
@@ -85,6 +87,7 @@ def guard(
     return tuple(judged)
 
 
+NO_SETTINGS = GuardSettings()
 KILLED = "kill switch: nothing is done while it is set; see `cadenza release --all`"
 OBSERVE = 'observe-only: nothing is done until the mode is "apply"'
 
@@ -95,7 +98,7 @@ class Guard:
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory) -> None:
         self.snapshot, self.jobs = snapshot, snapshot.by_key
         self.memory = memory
-        self.settings = GuardSettings()
+        self.settings = NO_SETTINGS
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:

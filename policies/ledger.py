@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cadenza.policies.core.actions import (
@@ -112,8 +112,10 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     )
 
 
-def _factors(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> dict[int, int]:
+def _factors(memory: Memory, actions: Sequence[Action], snapshot: ClusterSnapshot) -> Mapping[int, int]:
     """Return the SiteFactors that live jobs have of us; Slurm keeps a job's factor through its requeues."""
+    if not actions and memory.factors.keys() <= snapshot.by_id.keys():
+        return memory.factors
     factors = {number: factor for number, factor in memory.factors.items() if number in snapshot.by_id}
     for action in actions:
         if isinstance(action, SetFactor):
@@ -178,9 +180,11 @@ def _remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot
     """Return the memory with a round's packs and moves added and everything of jobs that are gone dropped."""
     jobs = snapshot.by_key
     moves = [a for a in actions if isinstance(a, Migrate | Resize) and a.job in jobs and jobs[a.job].lease is not None]
-    if memory == _NOTHING and not moves and not any(isinstance(action, Pack) for action in actions):
-        return memory
     ids = snapshot.by_id.keys()
+    gone = any(number not in ids for number, _ in (*memory.moved_s, *memory.asked_gpus, *memory.asked_nodes))
+    packs = memory.packs or memory.lost or memory.alone or memory.loans or memory.growths
+    if not (moves or gone or packs or any(isinstance(action, Pack) for action in actions)):
+        return memory
     moved = dict(memory.moved_s) | {action.job.id: snapshot.time_s for action in moves}
     resized = [jobs[action.job] for action in moves if isinstance(action, Resize)]
     gpus = {job.key.id: job.gpus for job in resized} | dict(memory.asked_gpus)
@@ -196,6 +200,3 @@ def _remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot
         asked_gpus=tuple(sorted(row for row in gpus.items() if row[0] in ids)),
         asked_nodes=tuple(sorted(row for row in nodes.items() if row[0] in ids)),
     )
-
-
-_NOTHING = SharingMemory()

@@ -46,6 +46,8 @@ class Relocation:
     observed: ClusterSnapshot
     snapshot: ClusterSnapshot
     """Jobs on their way are marked, and only jobs that may move can save a checkpoint."""
+    resting: tuple[Move, ...]
+    """Moves without a step: nearly all are over."""
 
     @classmethod
     def of(cls, snapshot: ClusterSnapshot, memory: Memory) -> Relocation:
@@ -60,9 +62,11 @@ class Relocation:
             for job in snapshot.jobs
         ]
         unchanged = all(map(is_, jobs, snapshot.jobs))
-        advanced = [advance(move, snapshot, memory) for move in memory.moves]
-        steps = leaving_together(memory.moves, advanced, snapshot) if under_way else tuple(advanced)
-        return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
+        live, resting, stirring = snapshot.by_id, list[Move](), list[Move]()
+        for move in memory.moves:
+            (resting if _rests(move, live.get(move.job.id)) else stirring).append(move)
+        steps = leaving_together(stirring, [advance(move, snapshot, memory) for move in stirring], snapshot)
+        return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)), tuple(resting))
 
     def join(self, decision: Decision, *, prefetch: bool) -> Decision:
         """Return the decision with the moves' steps, and with the moves that it begins on record.
@@ -70,16 +74,18 @@ class Relocation:
         ``prefetch``: hosts that a job goes to read its files before it stops.
         """
         # 1. Jobs that can save a checkpoint do so before they are requeued.
-        moves = {step.move.job.id: step.move for step in self.steps if step.move is not None}
+        moves = {move.job.id: move for move in self.resting}
+        moves |= {step.move.job.id: step.move for step in self.steps if step.move is not None}
         placed, refused = decision.memory.placed, dict[JobKey, str]()
         leaves: dict[JobKey, MakeWay] = {}
         wanted: list[Action] = []
         for action in decision.actions:
             wanted += self._saving_first(action, moves, decision.memory, leaves, refused)
-        if not (self.steps or leaves or refused or any(isinstance(action, Migrate | Resize) for action in wanted)):
+        begins = leaves or refused or any(isinstance(action, Migrate | Resize) for action in wanted)
+        if not (moves or self.steps or begins):
             return decision
         rests = all(step.move is not None and step.move.over and step.action is None for step in self.steps)
-        if rests and not decision.actions and tuple(moves.values()) == decision.memory.moves:
+        if rests and not decision.actions and _in_order(moves) == decision.memory.moves:
             return replace(decision, reasons=Sentences(lambda: self._sentences(decision.reasons, (), {})))
         # 2. Jobs on their way are left to their moves; one that cannot be stopped yet goes on taking turns, or it would
         #    never come to a stop.
@@ -117,7 +123,7 @@ class Relocation:
             ]
         return Decision(
             tuple(actions),
-            remembered(decision.memory, moves=tuple(sorted(moves.values(), key=attrgetter("job")))),
+            remembered(decision.memory, moves=_in_order(moves)),
             reasons,
             0.0 if busy or actions else decision.quiet_until_s,
         )
@@ -129,7 +135,7 @@ class Relocation:
         keys: dict[int, JobKey] = {}
         for key in reasons:
             keys.setdefault(key.id, key)
-        for step in self.steps:
+        for step in (*self.steps, *map(Step, self.resting)):
             step.explain(found, keys)
         for key, text in refused.items():
             found[key] = "; ".join(filter(None, (found.get(key, ""), text)))
@@ -192,6 +198,18 @@ class Relocation:
         base = move.base if before.base is None else before.base
         displaced_s = before.displaced_s + waited_s
         return replace(move, base=base, cost_s=before.cost_s, lost_s=before.lost_s, displaced_s=displaced_s)
+
+
+def _rests(move: Move, job: Job | None) -> bool:
+    """Return True if nothing comes of a move while its job waits, or as long as it lives."""
+    phase = move.phase
+    if job is None or move.shares or not isinstance(phase, Over):
+        return False
+    return not phase.saved_s or job.start_s is None
+
+
+def _in_order(moves: Mapping[int, Move]) -> tuple[Move, ...]:
+    return tuple(sorted(moves.values(), key=attrgetter("job")))
 
 
 def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:

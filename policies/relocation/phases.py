@@ -103,8 +103,10 @@ def saved_within_s(move: Move) -> float:
 
 def lost_s(job: Job, now_s: float) -> float:
     """Return the training that a running job would repeat after a move, as far as its own word counts, in seconds."""
+    if job.lease is None or not job.lease.lost_s:
+        return 0.0
     had_s = job.run_s if job.run_s is not None else now_s - (now_s if job.start_s is None else job.start_s)
-    return min(job.lease.lost_s, LOST_PART * max(had_s, 0.0)) if job.lease is not None else 0.0
+    return min(job.lease.lost_s, LOST_PART * max(had_s, 0.0))
 
 
 def hosts_to_prefetch(key: JobKey, shares: Placement, snapshot: ClusterSnapshot) -> tuple[str, ...]:
@@ -127,12 +129,12 @@ def acted(moves: Iterable[Move], actions: Iterable[Action], now_s: float) -> tup
     by_successor = {action.job: action for action in actions if isinstance(action, Place | Release)}
     if not by_job and not by_successor:
         return tuple(moves)
-    return tuple(_acted(move, by_job.get(move.job), by_successor.get(move.successor), now_s) for move in moves)
+    return tuple([move if move.over else _acted(move, by_job, by_successor, now_s) for move in moves])
 
 
-def _acted(move: Move, action: Action | None, placing: Action | None, now_s: float) -> Move:
+def _acted(move: Move, by_job: Mapping[JobKey, Action], by_successor: Mapping[JobKey, Action], now_s: float) -> Move:
     phase: Phase = move.phase
-    match phase, action, placing:
+    match phase, by_job.get(move.job), by_successor.get(move.successor):
         case Wanted(), (Migrate(prefetch=(_, *_)) | Resize(prefetch=(_, *_))), _:
             phase = Prefetching(now_s)
         case (Wanted(), (Migrate() | Resize()), _) | (Prefetching(), Save(), _):
@@ -190,8 +192,6 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Return the next step of a move (pure)."""
     if move.job.id not in snapshot.by_id:
         return Step(None)  # it has ended, or its owner has cancelled it
-    if isinstance(move.phase, Over) and not move.phase.saved_s and not move.shares:
-        return Step(move)  # nearly all
     age_s = snapshot.time_s - move.phase.since_s
     match move.phase:
         case Over() as phase:

@@ -130,10 +130,10 @@ class Multifactor:
             # Accounts of equal LevelFS are one account for their users.
             people: dict[Person, float] = {}
             for account in tied:
-                users = {person: usage.gpu_s for person, usage in self._users[account].items()}
-                people.update(_levels(dict.fromkeys(users, 1.0), users))
-            for one, level in people.items():
-                self._levels[self._names[one]] = min(MOST_LEVEL, level)
+                part, all_used = 1.0 / len(self._users[account]), used[account]
+                for one, usage in self._users[account].items():
+                    people[one] = level = part / (usage.gpu_s / all_used) if usage.gpu_s > 0 else inf
+                    self._levels[self._names[one]] = min(MOST_LEVEL, level)
             for alike in _by_level(people):
                 self._factors.update(dict.fromkeys(alike, left / count))
                 left -= len(alike)

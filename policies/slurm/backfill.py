@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol, TypeAlias
@@ -90,6 +90,8 @@ class Future:
     ) -> None:
         self.now_s = now_s
         self._free = [(gpus, cpus, memory_mb) for gpus, cpus, memory_mb in free]
+        self._most: int | None = None
+        """The most GPUs that are free on a node, once someone has asked."""
         self._lanes = lanes
         self._order = sorted((max(end_s, now_s + 1), shares, number) for number, (end_s, shares) in enumerate(running))
         self._count = len(self._order)
@@ -104,7 +106,9 @@ class Future:
             for at, amount in ended[1]:
                 self._there.setdefault(at, []).append((ended, amount))
         self._base: Future | None = None
-        """The one that this is an unchanged copy of."""
+        """The one that this is a copy of, which changes no more."""
+        self._changed: list[int] = []
+        """Nodes that have had another room since, one after the other."""
         self._steps: dict[Amount, _Steps] = {}
         self._within: dict[int, tuple[list[int], list[float]]] = {}
         """By the nodes that a job may have: the positions of the jobs there, and their ends."""
@@ -119,12 +123,11 @@ class Future:
         return True
 
     def copy(self) -> Future:
-        """Return another one that jobs start and leave in."""
+        """Return another one that jobs start and leave in; they do so in this one no more."""
         other = Future(self.now_s, (), (), self._lanes)
-        other._base = self
-        other._free, other._order, other._count = self._free[:], self._order[:], self._count
+        other._count, other._most = self._count, self._most
+        other._base, other._free, other._order = self, self._free[:], self._order[:]
         other.ends_s, other.nodes, other._there = self.ends_s[:], self.nodes[:], self._there.copy()
-        other._steps = {need: steps.copy() for need, steps in self._steps.items()}
         other._within = self._within.copy()
         return other
 
@@ -165,18 +168,21 @@ class Future:
 
     def _more(self, at: int, amount: Amount, sign: int) -> None:
         gpus, cpus, memory_mb = self._free[at]
+        self._most = None
         self._free[at] = gpus + sign * amount[0], cpus + sign * amount[1], memory_mb + sign * amount[2]
 
     def _refit(self, shares: Shares) -> None:
         """Note that nodes have another room than before."""
-        self._base = None
+        self._changed += [at for at, _ in shares]
         self._on.clear()
-        for need, steps in self._steps.items():
-            for at, _ in shares:
-                steps.change(at, self._first_fit(at, need))
 
     def spot(self, job: Request, among: int, ended: int) -> list[int]:
         """Return the nodes of ``among`` that a job gets once so many of the running jobs have ended, or nothing."""
+        if not (ended or job.pins):
+            if self._most is None:
+                self._most = max([gpus for gpus, _, _ in self._free], default=0)
+            if job.each[0][0] > self._most:
+                return []  # nearly always, where jobs wait
         last = self._order[ended - 1] if ended else _NOW
         return choose(job, lambda need: self._fitting(need, last), among, self._lanes)
 
@@ -186,9 +192,10 @@ class Future:
             found = [self._steps_of(need).reaching(among & 1 << at, 1) for at, need in job.pins]
             last = None if None in found else max(one for one in found if one is not None)
         else:
-            steps, count = self._steps_of(job.each[0]), len(job.each)
-            by_lane = [steps.reaching(among & lane, count) for lane in self._lanes if among & lane]
-            last = min((one for one in by_lane if one is not None), default=None)
+            steps, last = self._steps_of(job.each[0]), None
+            for lane in self._lanes:
+                one = steps.reaching(among & lane, len(job.each)) if among & lane else None
+                last = one if last is None or (one is not None and one < last) else last
         return inf if last is None else bisect_right(self._order, last)
 
     def _fitting(self, need: Amount, last: Ended) -> int:
@@ -202,9 +209,15 @@ class Future:
                 self._steps.clear()
             if self._base is not None:
                 found = self._base._steps_of(need).copy()  # noqa: SLF001 - another one of the class
+                found.seen = 0
             else:
                 found = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
+                found.seen = len(self._changed)
             self._steps[need] = found
+        if found.seen < len(self._changed):
+            for at in set(self._changed[found.seen :]):
+                found.change(at, self._first_fit(at, need))
+            found.seen = len(self._changed)
         return found
 
     def _first_fit(self, at: int, need: Amount) -> Ended | None:
@@ -256,6 +269,8 @@ class _Steps:
     def __init__(self, firsts: Iterable[Ended | None]) -> None:
         """``firsts``: by node, the job with whose end it has room."""
         self._firsts = list(firsts)
+        self.seen = 0
+        """Number of changes that they have followed."""
         self._stride = 1 + len(self._firsts) // MOST_KEPT
         found = sorted((first, at) for at, first in enumerate(self._firsts) if first is not None)
         self._ends = [first for first, _ in found]
@@ -417,31 +432,22 @@ class Pass:
             return max(from_s, self._now_s), future.spot(job, among, first)
         if ended == inf or (to_s is not None and future.ends_s[int(ended) - 1] > to_s):
             return inf, []
-        # 2. The others on these nodes go by windows.
+        # 2. The others on these nodes go by windows: all up to that in which the last one ends that has to go.
         coming, ends_s = future.on(among, job.among)
-        begin = bisect_left(coming, first)
+        begin, least = bisect_left(coming, first), bisect_left(coming, int(ended) - 1)
         end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
-        for gone in self._windows(ends_s[begin:end]):
-            until = begin + gone
-            if ended <= coming[until - 1] + 1:
-                spot = future.spot(job, among, coming[until - 1] + 1)
-                there = bits_of(spot)
-                last = next(one for one in reversed(coming[:until]) if future.nodes[one] & there)
-                return max(future.ends_s[last], from_s), spot
-        return inf, []
-
-    def _windows(self, ends_s: Sequence[float]) -> Iterator[int]:
-        """Yield how many of the running jobs, in order of their ends, are gone after each window."""
-        window_s = FIRST_WINDOW_S
-        bound_s = (ends_s[0] // window_s + 1) * window_s if ends_s else 0.0
-        gone = 0
-        while gone < len(ends_s):
-            gone = max(gone + 1, bisect_right(ends_s, bound_s + window_s))
-            yield gone
-            while gone < len(ends_s) and window_s < LAST_WINDOW_S:
-                window_s = window_s + self._rules.precision_s if self._rules.precision_s else 2 * window_s
-                if ends_s[gone] <= bound_s + window_s:
-                    break
+        if least >= end:
+            return inf, []
+        window_s, precision_s = FIRST_WINDOW_S, self._rules.precision_s
+        bound_s = (ends_s[begin] // window_s + 1) * window_s
+        while ends_s[least] > bound_s + window_s and window_s < LAST_WINDOW_S:
+            window_s = window_s + precision_s if precision_s else 2 * window_s
+        last = max(least, bisect_right(ends_s, bound_s + window_s, begin, end) - 1)
+        spot = future.spot(job, among, coming[last] + 1)
+        there = bits_of(spot)
+        while not future.nodes[coming[last]] & there:
+            last -= 1
+        return max(ends_s[last], from_s), spot
 
 
 def bits_of(spot: Iterable[int]) -> int:

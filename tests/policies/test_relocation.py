@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -23,11 +24,12 @@ from cadenza.policies.core.actions import (
     Suspend,
     Unsuspend,
 )  # fmt: skip
-from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.decision import Decision, Memory, SharingMemory
 from cadenza.policies.core.model import Host, JobKey, Options, Receipt, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.ledger import remember
-from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance, goal
+from cadenza.policies.relocation.executor import Relocation
+from cadenza.policies.relocation.phases import MAX_PREFETCH_S, Step, acted, advance, goal
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 KEEPS = lease("held", 0, checkpoints=True)
@@ -460,3 +462,29 @@ def test_an_order_has_the_purpose_and_the_time_limit_of_its_move():
         cluster(replace(job(1, lease=KEEPS), key=NEXT), job(9, state="PENDING")), Memory(moves=(before,))
     ).actions
     assert (order.goal, order.save_s) == ("gives its GPUs up for job 9", 120.0)
+
+
+def test_a_move_without_a_step_is_one_of_which_nothing_comes():
+    """The memory and the sentences are those of a round that takes a step of each move."""
+    phases = (Over(1.0, "went"), Over(1.0, "went", 5.0), Wanted(NOW), Ordered(NOW), Placed(NOW, NOW))
+    states, starts_s = ("PENDING", "RUNNING", "SUSPENDED", ""), (None, NOW - 60.0)
+    for phase, shares, state, restart, start_s in product(phases, ((), THERE), states, range(3), starts_s):
+        one = replace(job(1, lease=KEEPS), state=state, start_s=start_s, required_nodes=("node2",))
+        jobs = [replace(one, key=JobKey(1, restart))] if state else []
+        found = cluster(*jobs, job(2, state="PENDING"))
+        memory = Memory(moves=(Move(key(1), shares, "why", phase),))
+        relocation = Relocation.of(found, memory)
+        assert all(advance(move, found, memory) == Step(move) for move in relocation.resting)
+        every = replace(relocation, steps=(*map(Step, relocation.resting), *relocation.steps), resting=())
+        for orders in ((), (SetFactor(key(2), 3, "level"),)):
+            decision = Decision(orders, memory, {key(2): "waits"}, 7.0)
+            assert relocation.join(decision, prefetch=False) == every.join(decision, prefetch=False)
+
+
+def test_a_round_without_actions_forgets_what_is_known_of_jobs_that_are_gone():
+    sharing = SharingMemory(moved_s=((1, 5.0), (2, 6.0)), asked_gpus=((2, 3),))
+    memory = Memory(factors={1: -5, 2: -6}, sharing=sharing)
+    both, second, none = (remember(memory, (), cluster(*jobs)) for jobs in ((job(1), job(2)), (job(2),), (job(3),)))
+    assert (both.factors, both.sharing) == (memory.factors, sharing)
+    assert (second.factors, second.sharing) == ({2: -6}, SharingMemory(moved_s=((2, 6.0),), asked_gpus=((2, 3),)))
+    assert (none.factors, none.sharing) == ({}, SharingMemory())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules, Tier, Weights
-from cadenza.policies.simulator.priority import LEAST, MOST_LEVEL, Multifactor, Person
+from cadenza.policies.simulator.priority import LEAST, MOST_LEVEL, Multifactor, Person, _levels
 
 NODES = read_cluster("4x8:24:500")
 DAY_S = 86_400.0
@@ -120,3 +120,16 @@ def test_a_fair_share_factor_is_a_rank(uses: list[tuple[Person, int]], shares: l
         for other in people:
             if level[one.account] > level[other.account]:
                 assert found[one] > found[other], "an account of a higher LevelFS goes first with all its users"
+
+
+@given(used=st.lists(st.integers(0, 10**6), min_size=3, max_size=3), period_s=st.integers(1, 10**5))
+def test_the_levels_of_users_are_those_of_siblings_with_equal_shares(used: list[int], period_s: int) -> None:
+    of = factors(QueueRules(weights=Weights(fairshare=1000)))
+    for person, gpus in zip((ADA, BEN, CID), used, strict=True):
+        of.use(person, gpus, 0.0)
+    of.count(float(period_s))
+    of.calculate()
+    for users in of._users.values():
+        levels = _levels(dict.fromkeys(users, 1.0), {one: usage.gpu_s for one, usage in users.items()})
+        wanted = {f"{one.account}/{one.user}": min(level, MOST_LEVEL) for one, level in levels.items()}
+        assert wanted.items() <= of.site().fair_share.items()

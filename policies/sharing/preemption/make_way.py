@@ -150,7 +150,7 @@ class _Walk:
             room.evict(way.victims)
             room.take(request, way.nodes)
             for victim in way.victims:
-                self._pass().future.leave(*self.nodes.running[victim.job.key])
+                self._pass().leave(victim.job.key)
             self._pass().start(job, request, way.nodes)
             return
         # 3. It stays in the queue. Slurm will reserve nodes for it as it looks at the next ones, so these see it; many

@@ -69,9 +69,9 @@ def set_factors(state: RoundState) -> None:
     if not state.jobs.queue:
         return
     standings, factors = Standings(state), state.outcome.factors
-    ours = standings.moves.keys() | state.memory.factors.keys()
-    for job in [job for job in state.jobs.queue if job.key.id in ours]:
-        had = state.memory.factors.get(job.key.id, 0)
+    ours = state.memory.factors
+    for job in [job for job in state.jobs.queue if job.key.id in standings.moves or job.key.id in ours]:
+        had = ours.get(job.key.id, 0)
         move = standings.moves.get(job.key.id)
         if not state.settings.manages(job) or (move is None and not had):
             continue

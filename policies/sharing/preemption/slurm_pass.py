@@ -89,25 +89,45 @@ class SlurmPass:
     def __init__(self, nodes: RoundNodes, future: Future) -> None:
         self.nodes, self.future, self.now_s = nodes, future, nodes.now_s
         self._pass = Pass(self.now_s, (1 << len(nodes.names)) - 1, SLURM)
+        self._waiting: list[PassJob] = []
+        """Jobs whose reservations are not worked out yet: most matter to no job behind them."""
 
     def unreserved(self, job: Job, request: NodeRequest) -> list[str]:
         """Return the nodes on which a job that starts now delays no reservation by its time limit."""
+        self._reserve()
         nodes = self._pass.unreserved(limit_s(job))
         return [name for name in self.nodes.room.admitting(request) if nodes >> self.nodes.at[name] & 1]
 
     def take_turn(self, job: Job, request: NodeRequest) -> bool:
         """Start a job if it can start now; else reserve nodes for it, if there are some."""
         one = PassJob((request.each,) * request.nodes, self.nodes.among(request), limit_s(job))
-        start_s, spot = self._pass.earliest(one, self.future)
-        if not spot:
-            return False
-        # Slurm's backfill reserves for each job that it looks at, EASY for the first one only.
-        if start_s > self.now_s:
-            self._pass.reserve(start_s, start_s + one.limit_s, bits_of(spot))
-            return False
-        self.future.start(self.now_s + one.limit_s, tuple((at, request.each) for at in spot))
-        return True
+        self._waiting.append(one)
+        spot = self.future.spot(one, one.among, 0) and self._reserve()
+        if spot:
+            self.future.start(self.now_s + one.limit_s, tuple((at, request.each) for at in spot))
+        return bool(spot)
+
+    def _reserve(self) -> list[int]:
+        """Reserve nodes for the jobs that wait, in their order; return those on which the last one can start now.
+
+        The others cannot, as no node had room for them, and no job has started or left since.
+        """
+        found: list[int] = []
+        for job in self._waiting:
+            start_s, spot = self._pass.earliest(job, self.future)
+            found = spot if start_s <= self.now_s else []
+            # Slurm's backfill reserves for each job that it looks at, EASY for the first one only.
+            if start_s > self.now_s and spot:
+                self._pass.reserve(start_s, start_s + job.limit_s, bits_of(spot))
+        self._waiting.clear()
+        return found
+
+    def leave(self, key: JobKey) -> None:
+        """Take a running job away."""
+        self._reserve()
+        self.future.leave(*self.nodes.running[key])
 
     def start(self, job: Job, request: NodeRequest, names: Iterable[str]) -> None:
         """Give a job its nodes."""
+        self._reserve()
         self.future.start(self.now_s + limit_s(job), tuple((self.nodes.at[name], request.each) for name in names))

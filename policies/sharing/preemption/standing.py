@@ -64,7 +64,6 @@ class Standings:
         self.moves: Mapping[int, Move] = state.last_moves
         self._levels: dict[JobKey, int] = {}
         self._claims: dict[JobKey, tuple[Job, int]] = {}
-        self._quantum_left_s: dict[JobKey, float] = {}
         self._stays_because: dict[JobKey, str | None] = {}
 
     # --- Levels --------------------------------------------------------------------------------------------
@@ -74,9 +73,10 @@ class Standings:
 
         A job that made way and has waited for a day since has level 0 while it waits.
         """
-        if job.key not in self._levels:
-            self._levels[job.key] = self._level(job)
-        return self._levels[job.key]
+        found = self._levels.get(job.key)
+        if found is None:
+            found = self._levels[job.key] = self._level(job)
+        return found
 
     def _level(self, job: Job) -> int:
         state = self.state
@@ -193,11 +193,9 @@ class Standings:
 
     def quantum_left_s(self, job: Job) -> float:
         """Return for how long a running job keeps its GPUs in any case, in seconds; 0 or less: it may make way."""
-        if job.key not in self._quantum_left_s:
-            move = self.moves.get(job.key.id)
-            cost_s = COST_S if move is None else (move.cost_s or COST_S) + move.lost_s
-            self._quantum_left_s[job.key] = QUANTUM_COSTS * cost_s - self.had_s(job)
-        return self._quantum_left_s[job.key]
+        move = self.moves.get(job.key.id)
+        cost_s = COST_S if move is None else (move.cost_s or COST_S) + move.lost_s
+        return QUANTUM_COSTS * cost_s - self.had_s(job)
 
     def had_s(self, job: Job) -> float:
         """Return for how long a running job has had its GPUs since it started last, in seconds."""

@@ -18,6 +18,8 @@ from cadenza.policies.sharing.turns.contender import Contender
 
 def with_debts(contenders: Sequence[Contender], state: RoundState) -> list[Contender]:
     """Return the contenders with what they owe, and remember what the next start of each would owe."""
+    if not (contenders or state.memory.sharing.debts):
+        return []
     debts = {debt.id: debt for debt in state.memory.sharing.debts}
     latest = {c.key.id: c for c in sorted(contenders, key=lambda c: c.key)}
     # A job may have no room only because of what the holder keeps: it waits as well.

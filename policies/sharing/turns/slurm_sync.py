@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from itertools import chain
 
 from cadenza.policies.core.actions import (
     Action,
@@ -122,7 +123,7 @@ def sync_slurm(state: RoundState) -> None:
     #    its GPUs are free.
     suspended = [job for job in state.jobs.started if _suspended_by_us(job, state)] if memory.suspended else []
     frozen = {job.key for job in suspended if state.stays_frozen(job)}
-    saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)}
+    saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)} if suspended else set()
     unsuspends = [
         Unsuspend(job.key, reason)
         for job in suspended
@@ -132,15 +133,13 @@ def sync_slurm(state: RoundState) -> None:
     yields = [action for action in who.yields if action.job not in resized]
     # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go. Slurm
     #    stops the time limit of a suspended job and frees its CPUs; its GPUs and memory stay its own in Slurm's books.
-    going = {job.key for job, _ in running if job.relocating is not None}
-    leaving = [job for job, _ in running if job.key in who.leaving] if who.leaving else []
-    staying = {job.key for job in leaving if not state.stays_frozen(job)}
-    spared = who.holders | staying | who.giving_back | moved | going
+    standing = [(job, lease) for job, lease in running if lease.state in ("waiting", "yielded") and settings.suspend]
+    spared = who.holders | who.giving_back | moved
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
-        for job, lease in running
-        if settings.suspend and lease.state in ("waiting", "yielded") and job.key not in spared
-        if _may_be_suspended(job, lease, state)
+        for job, lease in standing
+        if job.key not in spared and job.relocating is None and _may_be_suspended(job, lease, state)
+        if job.key not in who.leaving or state.stays_frozen(job)
     ]
     # 4. Requeues of jobs that cannot go on, or that give their lane back. A suspend sets the priority to 0, so Slurm
     #    brings a suspended one back held: it is resumed before, unless others have its GPUs.
@@ -185,7 +184,7 @@ def _alone(state: RoundState) -> dict[JobKey, Lease]:
     found: dict[JobKey, Lease] = {}
     if state.where.further:
         return found
-    gpus = [gpu for job in state.jobs.leased if job.lease is not None for gpu in job.lease.gpus]
+    gpus = [*chain.from_iterable([job.leased_gpus for job in state.jobs.leased])]
     by_gpu = state.jobs.by_gpu if len(set(gpus)) < len(gpus) else None  # as a rule no GPU has two
     # A job of several hosts may get GPUs of others on those that have not reported it yet.
     wide = [job for job in state.jobs.leased if job.num_nodes > 1]
