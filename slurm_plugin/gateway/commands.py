@@ -35,6 +35,8 @@ def answer(*words: str, timeout_s: float = TIMEOUT_S) -> bytes:
 
     Times come as seconds of the epoch and lists of tasks in full; no setting of our environment selects jobs.
     """
+    # squeue takes its filters from the environment as well: with SQUEUE_USERS set, the jobs of all other users would be
+    # missing.
     selecting = ("SQUEUE_", "SCONTROL_", "SLURM_CLUSTERS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(selecting)}
     # squeue cuts the list of an array's tasks after 64 characters by default (squeue(1), SLURM_BITSTR_LEN).

@@ -58,12 +58,10 @@ class Record:
 
     @property
     def task(self) -> str:
-        """The name of a job for scontrol; of the rest of an array that waits, the next task's.
-
-        The number of an array's last task is the array's own, by which scontrol would change every task.
-        """
+        """The name of a job for scontrol; of the rest of an array that waits, the next task's."""
         if not self.array_id:
             return str(self.id)
+        # The number of an array's last task is the array's own, by which scontrol would change every task.
         waiting = re.match(r"\d+", self.array_tasks_waiting or "")
         return f"{self.array_id}_{waiting[0] if waiting else self.array_task_id or 0}"
 
@@ -108,7 +106,8 @@ class SlurmCommands:
             raise SlurmUnavailable("scontrol ping: its JSON cannot be read") from None
 
     def jobs(self) -> Iterable[Any]:
-        """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
+        """Return all jobs."""
+        # Not by ``scontrol show jobs --json``: without slurmctld it shows no job, and calls that a success.
         # Without --states=all squeue leaves finished jobs out, also one that a killed slurmctld took for failed.
         jobs = self._list("jobs", read_jobs, "squeue", "--all", "--states=all")
         self._learn_sharing([job for job in jobs if job.resource_sharing is None and KEY in job.comment])
@@ -165,6 +164,7 @@ class SlurmCommands:
 
     def job(self, number: int) -> Any:
         """Return one job."""
+        # The number of an array's last task is the array's own as well, for which squeue lists every task.
         jobs = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={number}")
         return next((job for job in jobs if job.id == number), None) or _unknown("job", str(number), NO_JOB)
 
@@ -178,16 +178,14 @@ class SlurmCommands:
         return str(job.task)
 
     def change_job(self, job: Any, changes: Mapping[str, Any]) -> None:
-        """Change a job, of the rest of an array its next task; a release alone is one of all tasks that wait.
-
-        scontrol cannot set a priority that Slurm computes. So a release is a command of its own.
-        """
+        """Change a job, of the rest of an array its next task; a release alone is one of all tasks that wait."""
         first = {name: value for name, value in changes.items() if name in OPTIONS}
         start = ("StartTime=now",) if "begin_time" in changes else ()
         name = job.task if first else job.tasks
         # The change comes before the release, or Slurm could start the job as it was.
         if first or start:
             update(f"JobId={job.task}", first, *start)
+        # scontrol update sets a fixed priority only. A release lets Slurm compute the priority again.
         if "priority" in changes:
             command("scontrol", "release", name)
 

@@ -162,6 +162,7 @@ class SlurmGateway:
         if action.shares:
             changes["cpus"] = sum(share.cpus for share in action.shares)
             changes["as_far_as_possible"] = True
+            # A job has one request of memory, which holds on each of its nodes (sbatch(1), --mem).
             changes["memory_per_node"] = max(share.memory_mb for share in action.shares)
         if action.cpus_per_task is not None:
             changes["cpus_per_task"] = action.cpus_per_task

@@ -203,11 +203,9 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
 
 
 def terminated_s(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> float | None:
-    """Return when Slurm called a job failed by SIGTERM, less than ``RESTART_S`` after slurmctld's start and ago.
-
-    A slurmctld that is killed forgets that it has requeued a job. The job's script ends by the stop that came with it,
-    and the next slurmctld takes that for a failure. A job that its owner cancels is CANCELLED instead.
-    """
+    """Return when Slurm called a job failed by SIGTERM, less than ``RESTART_S`` after slurmctld's start and ago."""
+    # A slurmctld that is killed forgets that it has requeued a job. The job's script ends by the requeue's SIGTERM, and
+    # the next slurmctld takes that for a failure. A job that its owner cancels is CANCELLED instead.
     ended_s, stopped = raw.get("end_time"), raw["state"] == "FAILED" and raw.get("exit_code_signal") == signal.SIGTERM
     if not stopped or not ended_s or slurmctld_start_s is None or not (raw["is_requeueable"] and raw["is_batch_job"]):
         return None
@@ -216,18 +214,17 @@ def terminated_s(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> flo
 
 
 def held_at_restart(raw: Raw, slurmctld_start_s: float | None, twice_s: Collection[float] = ()) -> bool:
-    """Return True if Slurm itself holds a job within ``RESTART_S`` of slurmctld's start, and never releases it.
-
-    A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
-    jobid"), and requeues the job into a hold. It does the same with a job that it had requeued because its node did not
-    answer, and starts there as soon as the node answers again, before slurmd knows: then the time of that node's drain
-    (``twice_s``) is the witness. A requeue sets the time of submission anew.
-    """
+    """Return True if Slurm itself holds a job within ``RESTART_S`` of slurmctld's start, and never releases it."""
     if raw["priority"]:
         return False
+    # A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
+    # jobid"), and requeues the job into a hold.
     started_s = -inf if slurmctld_start_s is None else slurmctld_start_s
+    # A requeue sets the time of submission anew.
     requeued_s = float(raw["submit_time"] or 0)
     failed = raw["state_reason"] == LAUNCH_FAILED
+    # Without a restart Slurm does the same to a job that it requeued because its node did not answer: it starts the job
+    # there as soon as the node answers again, before slurmd knows. The time of that node's drain is the witness.
     return failed and any(abs(requeued_s - at_s) <= RESTART_S for at_s in (started_s, *twice_s))
 
 
@@ -304,11 +301,9 @@ def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
 
 
 def prologs_lost(raw: Raw) -> frozenset[int]:
-    """Return the jobs whose prolog Slurm waits for although the slurmd that ran it is gone, by id.
-
-    With PrologFlags=Alloc slurmctld launches a job once each slurmd has reported the end of its prolog (slurm.conf(5)).
-    One that was killed before it could never does, and the slurmd that follows it does not know of the prolog.
-    """
+    """Return the jobs whose prolog Slurm waits for although the slurmd that ran it is gone, by id."""
+    # With PrologFlags=Alloc slurmctld launches a job once each slurmd has reported the end of its prolog
+    # (slurm.conf(5)). A slurmd that was killed before never does, and the next slurmd does not know of the prolog.
     started_s = {node["name"]: node.get("slurmd_start_time") or 0 for node in raw["nodes"]}
     oldest_s = float(raw["time_s"]) - PROLOG_S
     return frozenset(
@@ -321,13 +316,11 @@ def prologs_lost(raw: Raw) -> frozenset[int]:
 
 
 def ending_s(raws: Sequence[Raw], now_s: float) -> dict[str, float]:
-    """Return how long jobs have been ending on each node where some are, the longest of several, in seconds.
-
-    Slurm sets a job's end time as the end begins, and calls the job COMPLETING until the last of its nodes has cleaned
-    up (scontrol(1), EndTime; squeue(1), JOB STATE CODES).
-    """
+    """Return how long jobs have been ending on each node where some are, the longest of several, in seconds."""
     found: dict[str, float] = {}
     for raw in raws:
+        # Slurm sets a job's end time as the end begins, and calls the job COMPLETING until the last of its nodes has
+        # cleaned up (scontrol(1), EndTime; squeue(1), JOB STATE CODES).
         if raw.get("end_time") and job_state(raw["state"]) == "OTHER":
             since_s = max(now_s - raw["end_time"], 0.0)
             found |= {name: max(since_s, found.get(name, 0.0)) for name in raw["allocated_nodes"]}
@@ -345,17 +338,15 @@ def empty_from_s(raw: Raw) -> dict[str, float]:
 
 
 def drained_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
-    """Return True if a node's drain is Slurm's own, within ``RESTART_S`` of a start of slurmctld or of its slurmd.
-
-    A slurmctld that was killed forgets its last seconds and may start a job twice; a slurmd that was killed may fail a
-    start or an end. Slurm then drains the node and leaves it so. A job that was started twice is Slurm's own doing at
-    any time: also a network that was cut leads to it.
-    """
+    """Return True if a node's drain is Slurm's own, within ``RESTART_S`` of a start of slurmctld or of its slurmd."""
+    # A job that was started twice is Slurm's own doing at any time: also a network that was cut leads to it.
     if started_twice(raw):
         return True
     drained_s = raw.get("reason_time")
     if "DRAIN" not in raw["state"] or drained_s is None or not (raw["reason"] or "").startswith(SLURMS_DRAINS):
         return False
+    # A slurmctld that was killed forgets its last seconds and may start a job twice. A slurmd that was killed may fail
+    # a start or an end. Slurm then drains the node and leaves it so.
     starts = (slurmctld_start_s, raw.get("slurmd_start_time"))
     return any(start_s is not None and abs(drained_s - start_s) <= RESTART_S for start_s in starts)
 

@@ -41,10 +41,8 @@ class Controllers:
 
 
 def standby_reason(host: str, pings: list[tuple[str, bool]], before: str) -> str:
-    """Return why a service on a host must not act, by the slurmctlds and whether each answers, in their order (pure).
-
-    Those behind the first that answers are in standby, and answer a ping all the same (slurm.conf(5), SlurmctldHost).
-    """
+    """Return why a service on a host must not act, by the slurmctlds in order and whether each answers (pure)."""
+    # Those behind the first that answers are in standby, and answer a ping all the same (slurm.conf(5), SlurmctldHost).
     leader = next((name for name, answers in pings if answers), None)
     if leader is None:
         return before

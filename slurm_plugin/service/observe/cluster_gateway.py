@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 STALL_ANSWERS = 2
 """Slow answers in a row that are no load: slurmctld stands still for seconds when it cannot resolve a lost host."""
 ARRIVES_S = 0.5
-"""Least time from a suspend of a job to its resume. slurmctld tells slurmd of each in a thread of its own (agent.c): of
-two in a row the resume may arrive first, and the job stays stopped while Slurm calls it running."""
+"""Least time from a suspend of a job to its resume."""
 
 
 class Waiting(NamedTuple):
@@ -223,6 +222,8 @@ class ClusterGateway:
 
     def _unsuspend(self, action: Unsuspend) -> Outcome:
         """Resume a job once its suspend has surely arrived, and tell its agents."""
+        # slurmctld tells slurmd of each in a thread of its own (agent.c). Of two in a row the resume may arrive first,
+        # and the job stays stopped while Slurm calls it running.
         if (suspended_s := self._suspended_s.pop(action.job, None)) is not None:
             Event().wait(max(suspended_s + ARRIVES_S - self._clock.monotonic(), 0.0))
         outcome = self._slurm.apply(action)

@@ -82,7 +82,7 @@ def with_progress(snapshot: ClusterSnapshot, before: ClusterSnapshot | None) -> 
 def placement_of(job: Job, nodes: Mapping[str, Node], tune: Placement = ()) -> Placement:
     """Return a job's share of each of its nodes, by name: as it is tuned, else by Slurm's allocation.
 
-    Slurm shows totals, which are taken to be spread evenly; the number of GPUs that agents report counts before them.
+    The number of GPUs that agents report counts before Slurm's.
     """
     names = sorted(job.nodes)
     if any(name not in nodes for name in names):
@@ -91,6 +91,7 @@ def placement_of(job: Job, nodes: Mapping[str, Node], tune: Placement = ()) -> P
         return tune
     shares = []
     for index, name in enumerate(names):
+        # Slurm shows a job's totals over its nodes only.
         gpus, cpus, memory_mb = (
             total * (index + 1) // len(names) - total * index // len(names)
             for total in (job.gpus, job.cpus, job.memory_mb)

@@ -1,7 +1,4 @@
-"""Requeues of managed jobs that are not ours, as by Slurm's preemption, with the job that got their nodes (pure).
-
-Slurm keeps no record of the job for which it preempted another one: the first that starts on its nodes is named.
-"""
+"""Requeues of managed jobs that are not ours, as by Slurm's preemption, with the job that got their nodes (pure)."""
 
 from __future__ import annotations
 
@@ -39,7 +36,8 @@ class SlurmRequeues:
                 continue
             if old.key not in memory.requeued:
                 self._unnamed[job.key] = snapshot.time_s, before.time_s - TICK_S, old.nodes
-        # 2. The first job that has started on their nodes since.
+        # 2. The first job that has started on their nodes since, as Slurm keeps no record of the job for which it
+        #    preempted another one.
         events = []
         for key, (at_s, since_s, nodes) in tuple(self._unnamed.items()):
             others = [
