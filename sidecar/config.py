@@ -113,9 +113,13 @@ def _parse(file: Path) -> dict[str, Any]:
     try:
         return read_toml(file.read_text(encoding="utf-8-sig"), str(file))  # editors of Windows begin with a mark
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and file == DEFAULT_PATH:
+            text = f"{file} is missing: Cadenza is not set up here; run this where it is, or name a file by --config"
+            raise ConfigError(text) from None
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); create it or name another") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
+        text = f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise ConfigError(f"{file}: {text}") from None
     except InputError as error:
         raise ConfigError(str(error)) from None
 

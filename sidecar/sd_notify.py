@@ -16,6 +16,7 @@ def notify(state: str) -> bool:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
         try:
+            # A name that begins with @ is one of the abstract namespace, whose first byte is 0 (unix(7)).
             link.sendto(state.encode(), "\0" + target[1:] if target.startswith("@") else target)
         except OSError:
             return False

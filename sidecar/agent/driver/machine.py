@@ -185,6 +185,8 @@ class Machine:
         """Deal with an operation that failed."""
         reason = f"{event.operation} of pid {event.pid}: {event.error}"
         member.state = "unknown"
+        # A restore that has failed leaves the process spoiled (NVIDIA/cuda-checkpoint, issue 44): there is no second
+        # try.
         if event.operation == "restore":
             member.state = "failed"
             self._lose(reason)
@@ -288,6 +290,7 @@ class Machine:
         if late is None:
             return []
         reason = f"{late.busy} of pid {late.target.pid} did not come back"
+        # A lock waits for work on the GPU, such as a collective with a rank that is locked already.
         if late.busy == "lock" and self.goal == "frozen":
             late.due = now + self.limits.answer_s  # it comes back when the others are unlocked
             self._back(reason)

@@ -343,6 +343,7 @@ class JobHandler:
                 if (ticks := start_ticks(pid)) is not None:
                     self.host.taken.append(Taken(pid, ticks, frozenset(lease.gpus), lease.job, now))
         if not others and not lease.running_processes(start_ticks):
+            # A process that was killed removes nothing, and /dev/shm is the host's memory.
             shm_cleanup.remove_soon(lease.uid, lease.job)
 
     # --- timers --------------------------------------------------------------------------------------------
@@ -356,16 +357,14 @@ class JobHandler:
                     self.drop(lease, reason)
 
     def reply_to_waiters(self) -> None:
-        """Tell waiting plugins that they still wait, or that they have waited too long.
-
-        A wait for host memory has no end: after a requeue its place would be behind those that came later. A job of
-        several hosts does give up, because two of them may wait for each other.
-        """
+        """Tell waiting plugins that they still wait, or that they have waited too long."""
         now, limit = self.host.clock.monotonic(), self.host.settings.expert.lease_wait_s
         for lease in self.host.leases:
             run = self.host.run(lease.key)
             for waiter in tuple(run.waiters):
                 reason = self.arbiter.waiting_reason(lease)
+                # A wait for host memory has no end: after a requeue its place would be behind those that came later. A
+                # job of several hosts does give up, because two of them may wait for each other.
                 if lease.hosts == 1 and self.host.awaits_memory(lease):
                     waiter.deadline = max(waiter.deadline, now + limit)
                 if lease.state == "held":

@@ -53,6 +53,7 @@ def host_memory(cgroups: Path = CGROUPS) -> HostMemory:
     """Return the memory that exists and the part that can be taken without swapping (proc_meminfo(5))."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
+    # In a container /proc/meminfo shows the host, and the limit of its group what it may have.
     for files in (V1, V2):
         top = cgroups / files.mount
         limit, used = files.limit_of(top), files.used_in(top)

@@ -85,6 +85,7 @@ class Link:
             # A host that loses its power closes no connection: without heartbeats the link would look alive.
             zmq.HEARTBEAT_IVL: 5000,
             zmq.HEARTBEAT_TIMEOUT: 15000,
+            # The service knows each host by its own key: a message cannot claim another host's name.
             zmq.CURVE_PUBLICKEY: keys[0],
             zmq.CURVE_SECRETKEY: keys[1],
             zmq.CURVE_SERVERKEY: keys[2],

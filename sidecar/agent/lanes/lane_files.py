@@ -44,6 +44,7 @@ def prepare(folder: Path, order: LaneOrder) -> Path:
         folder.chmod(0o755)
         link_site(folder)
         own, lines = folder / "slurm.conf", own_settings(settings)
+        # Of two lines with one key Slurm takes the later one, without a word.
         text = "\n".join((f"Include {site}/slurm.conf", *lines, ""))
         _replace(own, partial(_write, text) if lines else partial(_link, site / "slurm.conf"))
         _replace(folder / "gres.conf", partial(_write, lane_gres(gres, order.first, _expand)))

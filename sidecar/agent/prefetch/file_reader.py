@@ -75,6 +75,7 @@ def _read(path: bytes, left: int, buffer: bytearray) -> int | None:
 
 
 if __name__ == "__main__":
+    # The jobs that run here have the CPUs first.
     os.nice(10)
     wanted = [line for line in sys.stdin.buffer.read().split(b"\n") if line]
     json.dump(read_all(wanted, int(sys.argv[1])), sys.stdout)

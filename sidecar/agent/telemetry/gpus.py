@@ -92,6 +92,7 @@ class NvmlDevice:
     def __init__(self, nvml: Any, position: int) -> None:
         self._nvml = nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(position)
+        # NVML's own positions follow the PCI bus, and Slurm counts device files (gres.conf(5), File).
         self.index = int(self._ask(nvml.nvmlDeviceGetMinorNumber, position))
         uuid = str(self._ask(nvml.nvmlDeviceGetUUID, ""))
         self.names = (str(position), *((uuid,) if UUID.fullmatch(uuid) else ()))

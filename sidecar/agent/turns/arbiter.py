@@ -175,10 +175,7 @@ class Arbiter:
         return self._is_overdue(lease) or (all(map(self._has_left, rivals)) and self._has_room(lease))
 
     def _has_room(self, lease: Lease) -> bool:
-        """Return True if the driver sees room for a job on its GPUs, or does not say in time.
-
-        Memory of a process that has just ended is free a moment later, so two looks must find too little.
-        """
+        """Return True if the driver sees room for a job on its GPUs, or does not say in time."""
         watch, run, now = self.coordinator.gpus, self.host.run(lease.key), self.host.clock.monotonic()
         if watch is None or not lease.gpu_bytes or any(map(lease.packed_with, self.host.leases.rivals(lease))):
             return True
@@ -190,6 +187,7 @@ class Arbiter:
         if not watch.looked_since(since, lease.gpus):
             return now - since > DRIVER_S
         shortage = watch.last.shortage(lease.needs, self.host.named)
+        # Memory of a process that has just ended is free a moment later, so two looks must find too little.
         if shortage and run.short_at is None:
             run.grant_at = run.short_at = now
             return False

@@ -270,6 +270,7 @@ class StopCoordinator:
         """Return the reason if the host cannot take the state of a job that has arrived."""
         needed = sum(rank.bytes for rank in run.ranks.values())
         stops = [other.stop for other in self.host.jobs.values() if other.stop is not None]
+        # Copies that are under way are not in the kernel's figure yet.
         free = self.free_memory() - sum(stop.bytes for stop in stops if stop.committed)
         if not needed or needed * MEMORY_MARGIN <= free:
             return None

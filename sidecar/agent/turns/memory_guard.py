@@ -192,10 +192,8 @@ class MemoryGuard:
             self._evict(memory, host_mb, now)
 
     def _unleased(self, host_mb: int) -> Iterator[Resident]:
-        """Yield the jobs that Slurm has here and that have no lease: nothing but their request is known.
-
-        Facts of a service that is silent have jobs that are long gone, which would keep all others waiting.
-        """
+        """Yield the jobs that Slurm has here and that have no lease: nothing but their request is known."""
+        # Facts of a service that is silent have jobs that are long gone, which would keep all others waiting.
         for fact in () if self.host.rotating() else self.host.facts.jobs:
             if self.host.leases.get(JobKey(fact.job, fact.restart)) is None:
                 yield Resident(fact.memory_mb or host_mb, fact.memory_mb or host_mb, can_leave=False)

@@ -100,9 +100,10 @@ class Resumes:
         """End a resume that all ranks have answered: the job runs, or gives its lease back as after a yield.
 
         It gives it back if the state of a rank cannot come back and no rank runs; ranks that stand move theirs out
-        again before. A rank that runs waits in a collective for the others, which therefore try again.
+        again before.
         """
         now = self.host.clock.monotonic()
+        # A rank that runs waits in a collective for the others, which therefore try again.
         gives_back = bool(resume.refused) and lease.state == "held" and run.all_out_here(lease)
         # 1. Ranks that stand run on together, or move out again.
         for pid, order in (*resume.standing.items(),) if gives_back or not resume.pending else ():

@@ -21,6 +21,7 @@ from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.bootstrap.rehearsal_agent import Outcome, ScriptedAgent
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Record, Unrecordable
 from cadenza.sidecar.client.bootstrap.script_saves_options import SAVES
+from cadenza.sidecar.client.session.checkpoint_request import NO_CHECKPOINT
 
 REHEARSE, STEPS = "--rehearse-move", "--steps"
 """Options of ``cadenza run``: to rehearse, and the number of optimizer steps to compare."""
@@ -235,7 +236,10 @@ def _rehearse(rehearsal: Rehearsal, steps: int) -> Verdict:
     second = rehearsal.moved(1, left, 0)
     verdict = compare(alone, [first, second], loses=rehearsal.loses)
     if verdict.identical:
-        verdict.lines.append(f"identical from step {place + 1} on, to step {alone.steps}")
+        steps_after = f"steps {place + 1} to {alone.steps}"
+        verdict.lines.append(
+            f"identical: after the move, {steps_after} have the losses and parameters of the run alone"
+        )
     elif not second.steps or second.outcome.status not in (None, 0):
         verdict.lines += _last_lines(second)
     return verdict
@@ -246,6 +250,8 @@ def _no_order(start: Start) -> str:
     outcome = start.outcome
     if outcome.status not in (None, 0):
         return f"the script failed with status {outcome.status}"
+    if outcome.reasons == [NO_CHECKPOINT]:
+        return NO_CHECKPOINT
     if outcome.reasons:
         return f"{'; '.join(outcome.reasons)} (in {start.steps} steps; {STEPS} N takes more)"
     passed = wire.PASSED_WORDS.get(outcome.passed, "none was possible")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from cadenza.sidecar.client.bootstrap import rehearsal, script_saves_options
@@ -71,6 +72,12 @@ def main(argv: Sequence[str]) -> int:
     Python's own flags -I, -E and -S switch this off for the Python process that gets them.
     """
     options, command = split(argv)
+    if command and command[0].startswith("-") and command[0] not in {"-h", "--help"}:
+        name = command[0].partition("=")[0]
+        near = get_close_matches(name, OPTIONS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see `cadenza run --help`"
+        sys.stderr.write(f"cadenza run: no option {name}; {hint}\n")
+        return BAD_INPUT
     if REHEARSE in options:
         return rehearsal.main(options, command)
     saves = _values(options)
@@ -86,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(USAGE)
         return 0 if command else BAD_INPUT
     try:
+        # The command takes the place of this process, so that Slurm's signals reach it, and Slurm its exit status.
         os.execvpe(command[0], command, environment(environ))  # noqa: S606
     except OSError as error:
         sys.stderr.write(f"cadenza run: {command[0]}: {error.strerror or error}\n")

@@ -230,6 +230,7 @@ class ScriptSaves:
         """Return the last checkpoint; with a signal, have the script's handler save one first."""
         if self._signal:
             self._answer, self._due_ns = None, monotonic_ns() + int(HANDLER_S * 1e9)
+            # The handler runs here, at a boundary: a signal from outside could come in the middle of a step.
             signal.raise_signal(self._signal)
             return DEFERRED
         if self._last is None or newest(self._pattern) is None:

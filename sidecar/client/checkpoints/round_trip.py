@@ -138,6 +138,7 @@ def _tried(name: str, source: Part, target: Part) -> str:
     file = io.BytesIO()
     torch.save(captured, file)
     file.seek(0)
+    # As a restore reads it: objects whose loading runs code are refused here already.
     saved = torch.load(file, map_location="cpu", weights_only=True)
     if "devices" in saved:
         saved["devices"] = ["cpu" for _ in saved["devices"]]

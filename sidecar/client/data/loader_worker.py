@@ -55,9 +55,10 @@ class WorkerStart:
         """Ignore STOP_SIGNALS, which were blocked until now, and show the user's dataset as torch does.
 
         Slurm signals every process of a step: a worker that ended by the signal would be missing before the training
-        process could write its checkpoint. Programs that the dataset runs do not inherit a handler, unlike SIG_IGN.
+        process could write its checkpoint.
         """
         for number in STOP_SIGNALS:
+            # Programs that the dataset runs do not inherit a handler, unlike SIG_IGN (execve(2)).
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         info = get_worker_info()

@@ -17,7 +17,9 @@ from cadenza.sidecar.client.errors import SaveError
 
 MAX_TEXT = 2000
 PR_SET_PDEATHSIG = 1
-NO_CHECKPOINT = "it has no checkpoint to save: see client.checkpoint() and Session.call(on_checkpoint=…)"
+NO_CHECKPOINT = (
+    "it has no checkpoint to save: see client.checkpoint(), cadenza run --saves, Session.call(on_checkpoint=…)"
+)
 
 _log = logging.getLogger("cadenza.client")
 

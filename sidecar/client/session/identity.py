@@ -59,6 +59,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int | None]:
     local = number(environ, "LOCAL_WORLD_SIZE") or None
     step_rank, step_size = number(environ, "SLURM_PROCID"), number(environ, "SLURM_STEP_NUM_TASKS")
     distributed = sys.modules.get("torch.distributed")
+    # A torch that was built without torch.distributed has the module, and none of its functions.
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         world_size = distributed.get_world_size()
         if world_size == step_size:

@@ -468,6 +468,7 @@ class Session(StepCounters):
                     self._communicators.suspend(str(self.step))  # an order has another number on each host
                     moved = self._offload_state(survey)
                     self._set_state(wire.STATE_YIELDED)
+                    # The watchdog's time has mostly passed during the copy.
                     self._pause.wait(max(0, quiet_at_ns - monotonic_ns()) / 1e9)
                     self.order_done()
                     resident = map(str, survey.resident) if survey else ()
@@ -490,6 +491,8 @@ class Session(StepCounters):
         try:
             # 1. Wait for the lease, and bring the state back; where the GPU is too full, or fails, wait again.
             while True:
+                # A signal handler may save in this wait: of tensors without memory torch.save() writes a file without
+                # content, and raises nothing.
                 with self.host_copies():
                     message = self._await_resume(link) or {}
                 order, since = _order_of(message), link.losses

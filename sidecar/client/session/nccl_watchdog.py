@@ -18,6 +18,7 @@ def quiet_at_ns() -> int:
     would be older than its limit when Slurm lets the process go on, and the watchdog would end the process.
     """
     module = sys.modules.get(MODULE)
+    # torch.distributed has no public list of all process groups.
     groups = module._world.pg_map.values() if module is not None else ()  # noqa: SLF001
     if not any("nccl" in backend for backend, _ in groups):
         return 0
