@@ -283,7 +283,7 @@ class Stamp:
     def __init__(self, gradient: torch.Tensor) -> None:
         from torch.utils.weak import TensorWeakRef  # noqa: PLC0415
 
-        # A plain weakref does not find a tensor again that only C++ holds, as a parameter its gradient (torch.utils.weak).
+        # A plain weakref does not find a tensor that only C++ holds, such as a gradient (torch.utils.weak).
         self._tensor = TensorWeakRef(gradient)
         self._version = gradient._version  # noqa: SLF001 - autograd's own count
 
