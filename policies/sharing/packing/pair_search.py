@@ -1,6 +1,6 @@
 """Packing with undo (Gandiva, OSDI'18, §4): jobs that leave a GPU idle run on it together, if that pays.
 
-Only under overload. A job first runs alone, which gives its profile: the time of an iteration. Then the job with
+A job first runs alone, which gives its profile: the time of an iteration. Then the job with
 the lowest GPU utilization joins the one with the next lowest on its GPUs, if the GPU memory of both fits with a margin
 and the host has the CPUs and the memory; when their throughput together is no better than that of turns (see
 ``judging``), it leaves again and the pair is remembered for a while; the next lowest is tried then. A pair that a
@@ -108,6 +108,7 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
     joined: tuple[Pack, ...] = ()
+    # Gandiva packs under overload only (OSDI'18, page 601): else jobs have GPUs of their own.
     if terms.overloaded:
         stage = _Stage(jobs, packs, rows, lost, terms)
         losing = stage.losing()

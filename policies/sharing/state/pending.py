@@ -59,6 +59,7 @@ def waits_for_nodes(job: Job, now_s: float) -> bool:
 
     With any other reason (a limit, a license, a dependency, its begin time) it has no claim on them.
     """
+    # A requeued job may not start before Slurm's requeue_delay is over; its reason is BeginTime until then.
     reason, soon = job.state_reason, (job.eligible_s or 0.0) <= now_s + MAX_START_S
     return reason in WAITING_REASONS or reason.startswith(NODE_TAKEN) or (reason == "BeginTime" and soon)
 
@@ -72,8 +73,9 @@ def starts(job: Job, state: RoundState) -> bool:
 def our_pins(snapshot: ClusterSnapshot, memory: Memory) -> list[Job]:
     """Return the pending jobs that require nodes of our choice, in this incarnation or since an earlier one.
 
-    Slurm keeps the required nodes of a job that it requeues. The pin of a move is the move's (``relocation.phases``).
+    The pin of a move is the move's (``relocation.phases``).
     """
+    # Slurm keeps the required nodes of a job that it requeues.
     first: dict[int, int] = {}
     for key in (*memory.placed, *memory.departed):
         first[key.id] = min(key.restart, first.get(key.id, key.restart))

@@ -176,6 +176,7 @@ class RoundState:
         ]
         gpus: dict[str, int] = {}
         for node in sorted(snapshot.nodes, key=lambda node: node.name):
+            # A further lane shows the GPUs of lane 0 once more.
             if node.lane == 0 and node.up and not node.drained:
                 gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
         queue = Queue(
@@ -209,12 +210,12 @@ class RoundState:
         """Return True if Slurm must not let a job's processes run, because other jobs have its GPUs in this round.
 
         Awake it could compute on these GPUs together with them. Only its word keeps it from that, which is enough
-        where the admin has switched suspends off, and among jobs of one user: see ``is_trusted``. On a host whose
-        agent does not know it, its GPUs may be those of any job that runs there.
+        where the admin has switched suspends off, and among jobs of one user: see ``is_trusted``.
         """
         settings = self.settings
         if not (settings.enforce and settings.suspend and job.partition in settings.partitions):
             return False
+        # On a host whose agent does not know the job, its GPUs may be those of any job that runs there.
         if self._runs_blind(job):
             return True
         coming = frozenset() if holds(job) or job.key in self.who.holders else self.who.holders
@@ -223,11 +224,9 @@ class RoundState:
         return not self.is_trusted(job, others)
 
     def _runs_blind(self, job: Job) -> bool:
-        """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time.
-
-        A job that waits for its first lease has processes on none of its hosts that could use a GPU. Its script may
-        have been stopped before its step began there, and that step would never come.
-        """
+        """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time."""
+        # A job that waits for its first lease has processes on none of its hosts that could use a GPU. Its script may
+        # have been stopped before its step began there, and that step would never come.
         if job.lease is not None and job.lease.state == "waiting" and not job.lease.step:
             return False
         host_of = self.snapshot.host_of

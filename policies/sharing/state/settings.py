@@ -92,26 +92,25 @@ REQUEUE_HOLD = "job requeued in held state"
 def held_for_us(job: Job, memory: Memory) -> bool:
     """Return whether the job is held on our account: by a requeue of ours, or after a suspend of ours.
 
-    Only Slurm's facts and our own record say so, never the job's comment. A hold after our release is its owner's,
-    unless it is the hold that we released: a slurmctld that is killed forgets its last seconds. What Slurm held by
-    itself when slurmctld restarted is ours to release too, because it releases it never.
+    Only Slurm's facts and our own record say so, never the job's comment.
     """
     if not job.held:
         return False
+    # A hold after our release is its owner's, unless it is the hold that we released: a slurmctld that is killed
+    # forgets its last seconds.
     if job.key in memory.placed:
         return release_forgotten(job, memory)
+    # Slurm never releases what it held by itself when slurmctld restarted.
     return job.key in memory.held or requeued_into_hold(job, memory) or job.held_at_restart
 
 
 def release_forgotten(job: Job, memory: Memory) -> bool:
-    """Return whether a killed slurmctld forgot our release of a hold that a requeue brought.
-
-    The hold of a requeue comes once in an incarnation, before our release. And an incarnation that has run does not
-    become pending again: only its successor does. ``Memory.held`` has the jobs whose release was seen to be forgotten,
-    until they are released again.
-    """
+    """Return whether a killed slurmctld forgot our release of a hold that a requeue brought."""
+    # An incarnation that has run does not become pending again: only its successor does.
     ran = job.key in memory.last_yield_s or job.key in memory.suspended or job.key in memory.resumed
+    # ``Memory.held`` has the jobs whose release was seen to be forgotten, until they are released again.
     seen = job.key in memory.held and job.key.restart > 0
+    # The hold of a requeue comes once in an incarnation, before our release.
     at_restart = job.held_at_restart or job.state_reason == REQUEUE_HOLD
     return job.held and (at_restart or ((ran or seen) and job.state_reason == "JobHeldAdmin"))
 

@@ -1,7 +1,7 @@
 """Limits of a site that pending jobs have met, and the jobs that would meet them next (pure).
 
-Slurm names the limit in the reason of the job that it looked at (squeue(1), JOB REASON CODES). A job behind it keeps
-the reason Priority until it is looked at on its own: room that is made for it would not be used.
+Slurm names the limit in the reason of the job that it looked at (squeue(1), JOB REASON CODES). Room that is made for a
+job behind it would not be used.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Limits:
 
     def reason(self, job: Job) -> str:
         """Return Slurm's reason of the job whose limit this one would meet, "" if it is free to start."""
+        # A job that Slurm has not looked at on its own keeps the reason Priority, whatever limit it would meet.
         if not self._at_limit or job.state_reason not in NOT_LOOKED_AT:
             return ""
         scopes = (
@@ -47,17 +48,16 @@ class Limits:
 
 
 def _scope(job: Job, reason: str) -> Scope | None:
-    """Return the scope of the limit that a reason names, None if it binds its job alone.
-
-    AssocGrp… binds an account, other Assoc… its user; QOSGrp… binds a QOS, other QOS… its users; Max…PerAccount, which
-    Slurm writes without QOS before it, the QOS's accounts. The first that matches counts.
-    """
+    """Return the scope of the limit that a reason names, None if it binds its job alone."""
     if any(part in reason for part in OF_ONE_JOB):
         return None
+    # The first that matches counts.
     scopes: tuple[tuple[bool, Scope], ...] = (
+        # Limits on a group (Grp…) bind an account or a QOS as a whole, others each of its users.
         (reason.startswith("AssocGrp"), ("account", job.account, "")),
         (reason.startswith("Assoc"), ("user", job.account, job.user)),
         (reason.startswith("QOSGrp"), ("qos", job.qos, "")),
+        # Slurm writes Max…PerAccount without QOS before it, though it is a limit of the job's QOS.
         ("PerAccount" in reason, ("qos account", job.qos, job.account)),
         (reason.startswith(("QOSMax", "QOSJobLimit", "QOSResourceLimit", "Max")), ("qos user", job.qos, job.user)),
         # Its licenses and array are not in the snapshot: jobs of one name ask alike.

@@ -1,9 +1,8 @@
 """Fair queue of the jobs that share GPUs: turns by least virtual time, the same for the service and an agent alone.
 
-Gandiva slices time by weighted round robin among the jobs that share a server's GPUs and never suspends a
-job for one of lower priority (Gandiva, OSDI'18, pages 601-602). Here the jobs are *contenders*, each with one
-fixed set of GPUs (a gang: all of them or none, on one host or several), and the next turn is that of the
-least virtual time.
+Gandiva slices time by weighted round robin among the jobs that share a server's GPUs (Gandiva, OSDI'18, page 601).
+Here the jobs are *contenders*, each with one fixed set of GPUs (a gang: all of them or none, on one host or several),
+and the next turn is that of the least virtual time.
 
 Order
     Unmanaged (exclusive) jobs, then by priority, then jobs whose resume the service ordered, then overdue jobs by how
@@ -11,9 +10,8 @@ Order
     input's order changes nothing.
 Displacement
     Exclusive jobs and higher priorities displace at once. Equal priorities displace a holder when its slice
-    is over (less half an iteration, the expected wait for its boundary), it has run ``min_run_s`` and the
-    waiting job comes first. A gang takes all its GPUs at one moment: until the last of its blockers is over,
-    the others go on.
+    is over (less half an iteration), it has run ``min_run_s`` and the waiting job comes first. A gang takes
+    all its GPUs at one moment: until the last of its blockers is over, the others go on.
 Preference
     Where turns follow the ordering (``turns.contender``), a preferred job comes before the others of its priority
     whatever their virtual times: it displaces them when their slice is over, and keeps its GPUs from them until
@@ -190,6 +188,7 @@ class _Rules:
             return inf
         if waiting.exclusive or waiting.priority > holder.priority:
             return 0.0
+        # Gandiva never suspends a job for one of lower priority (OSDI'18, page 602).
         if waiting.priority < holder.priority or self.keeps_by_order(holder, standing):
             return inf
         return max(0.0, self._slice_left_s(holder, standing))
@@ -205,6 +204,7 @@ class _Rules:
         least = self.min_run_s - holder.held_s
         if self._fills_in(holder, standing.job):
             return least
+        # A holder stops at the end of an iteration only, which is half an iteration away on average.
         over = self.slice_s - (holder.iteration_s or 0.0) / 2 - holder.stretch_s
         first = standing.overdue_s or (standing.job.preferred and not holder.preferred)
         ahead = 0.0 if first else (standing.job.vtime_s - holder.vtime_s) * holder.weight
