@@ -3,7 +3,7 @@
 Slurm starts a job where its whole request is free, so asking for the best case of a profile would let GPUs idle for
 want of CPUs (Synergy, OSDI'22, §3, on GREEDY). A job therefore asks for the fewest CPUs with which it is as fast as
 with its proportional share, or as with its user's request if that is faster; free CPUs come by tuning once it runs.
-Memory is only raised: a process that needs more than its job's limit is killed.
+Memory is only raised.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def _sufficient(profile: Profile, gpus: int, asked: Request, fair: Request) -> R
     wanted = max(_speed(profile, gpus, asked), _speed(profile, gpus, fair)) - TOLERANCE
     cpus = max(asked.cpus, fair.cpus, 1)
     most_mb = max(asked.memory_mb, fair.memory_mb)
+    # A process that needs more memory than its job's limit is killed, so no request goes below what was asked for.
     grid = (ceil(gb * gpus * MB_PER_GB) for gb in profile.memory_gb_per_gpu)
     sizes = (asked.memory_mb, *(mb for mb in grid if asked.memory_mb < mb < most_mb), most_mb)
     memory_mb = next((mb for mb in sizes if _speed(profile, gpus, Request(cpus, mb)) >= wanted), most_mb)

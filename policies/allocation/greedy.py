@@ -9,11 +9,7 @@ from cadenza.policies.core.model import JobKey, Placement
 
 
 def greedy(case: Case) -> Plan:
-    """Offer the servers, empty, to the whole queue in its order.
-
-    As Synergy's simulator: what one job leaves goes to any later one, so GPUs can be stranded without CPUs and the
-    order of the queue is not kept.
-    """
+    """Offer the servers, empty, to the whole queue in its order."""
     books = FreeResources(case.servers)
     asks = JobDemands(books.kinds, best_table)
     free = sum(books.gpus)
@@ -25,6 +21,8 @@ def greedy(case: Case) -> Plan:
         ask = asks.best(job, case.gpu_type.get(job.key, ""))
         if job.gpus > free or ask in hopeless:
             continue
+        # Synergy's simulator passes over a job that fits nowhere. What it leaves goes to any later job: GPUs can be
+        # stranded without CPUs, and the order of the queue is not kept.
         spots = books.first_fit(ask)
         if spots is None:
             hopeless.add(ask)

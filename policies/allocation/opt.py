@@ -20,8 +20,7 @@ def opt(case: Case) -> Plan:
 
     ILP1 gives each job a grid point as if all servers were one; LP2 puts as many jobs as it can whole on servers. The
     jobs left over are rounded: as chosen where that fits, split over servers if it must be; else with the proportional
-    share, for which jobs that hold more make room. (The published rounding goes down to one CPU and 25 GB a GPU
-    instead, below the guarantee.) Where GPU types leave ILP1 no solution, the plan is TUNE's.
+    share, for which jobs that hold more make room. Where GPU types leave ILP1 no solution, the plan is TUNE's.
     """
     weights = {job.key: float(job.gpus) for job in case.jobs[: case.runnable]} if case.weighted else None
     try:
@@ -33,6 +32,7 @@ def opt(case: Case) -> Plan:
     packing = Packing(case.servers, partial(sound_table, margin=case.margin))
     asks = {job.key: _ask(packing, case, job, choices[job.key]) for job in case.jobs[: case.runnable]}
     left = _put_whole(packing, case, choices, asks)
+    # The published rounding goes down to one CPU and 25 GB a GPU, below the guarantee.
     for job in sorted(left, key=lambda job: -job.gpus):
         if not place(packing, job, asks[job.key]):
             place(packing, job, packing.asks.best(job))

@@ -12,13 +12,14 @@ def proportional(case: Case) -> Plan:
     """Place every runnable job with its proportional share.
 
     A running job stays where it is; the others take the first free GPUs in order of servers, as Synergy's simulator
-    does (speeds are 1 wherever a job is, so that staying changes none of its results).
+    does.
     """
     books = FreeResources(case.servers)
     asks = JobDemands(books.kinds, best_table)
     position = {server.name: number for number, server in enumerate(case.servers)}
     jobs = case.jobs[: case.runnable]
     placements: dict[JobKey, Placement] = {}
+    # Speeds are 1 wherever a job is, so that staying changes none of the results of Synergy's simulator.
     for job in jobs:
         if job.placement and (spots := _stay(job, books, position, case.gpu_type.get(job.key, ""))):
             ask = asks.fair(job.gpus)

@@ -9,8 +9,7 @@ from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_
 def ftf_coded(queue: Queue) -> Ranking:
     """Order by (now - arrival + remaining) / (duration at the proportional share), ascending; unknown work last.
 
-    Remaining time is that of ``srtf``. Themis serves the largest ratio first; this one is kept to compare with
-    published figures.
+    Remaining time is that of ``srtf``.
     """
 
     def ratio(job: Job) -> tuple[float, tuple[float, JobKey]]:
@@ -20,4 +19,5 @@ def ftf_coded(queue: Queue) -> Ranking:
         left = work_left(job, queue.now_s, profiled=queue.profiled)
         return (queue.now_s - job.submit_s + left) / max(total, 1e-9), arrival(job)
 
+    # Themis serves the largest ratio first. The least is kept here to compare with published figures.
     return Ranking(tuple(sorted(queue.jobs, key=ratio)))

@@ -76,7 +76,7 @@ def _make_room(packing: Packing, ask: JobDemand, server: int, count: int) -> Non
     """Let jobs of a server drop to their proportional shares, one by one, until what they give back is enough.
 
     A job that holds no more than its share is walked past. The order is the published one: jobs on the fewest
-    servers, with the most CPUs a GPU, with the most memory a GPU. It stays for the next walk, where it decides ties.
+    servers, with the most CPUs a GPU, with the most memory a GPU.
     """
     cpus, memory_mb = packing.missing(ask, server, count)
     if cpus <= 0 and memory_mb <= 0:
@@ -87,6 +87,7 @@ def _make_room(packing: Packing, ask: JobDemand, server: int, count: int) -> Non
         return servers, -cpus_per_gpu, -memory_per_gpu
 
     jobs = packing.on[server]
+    # The order stays for the next walk, where it decides ties, as in the published code.
     jobs.sort(key=greed)
     for walked, number in enumerate(jobs, 1):
         excess = packing.excess(number, server)

@@ -37,6 +37,7 @@ def gittins(queue: Queue) -> Ranking:
     ended = queue.ended
     if sum(ended.count) < LEAST_ENDED:
         return levels(queue)
+    # With the service of ended jobs alone the long ones would be missing.
     live_s = service_by_band([service_s for _, service_s in ended.live])
     index = indices(ended.count, [sum(pair) for pair in zip(ended.service_s, live_s, strict=True)])
     keyed = [(-index[band_of(queue.service(job))], arrival(job), job) for job in queue.jobs]
@@ -53,8 +54,7 @@ def indices(count: Sequence[float], service_s: Sequence[float]) -> list[float]:
 
     It is the largest ratio, over all later bands at whose end one could stop, of the chance that the job ends until
     then to the service that it takes on average. Within a band a job ends at a constant rate: ``count``, the jobs that
-    ended there, over ``service_s``, the GPU seconds that all jobs, live ones included, have spent there. (With ended
-    jobs alone the long ones would be missing.)
+    ended there, over ``service_s``, the GPU seconds that all jobs, live ones included, have spent there.
     """
     rates = [ends / spent_s if spent_s > 0 else 0.0 for ends, spent_s in zip(count, service_s, strict=True)]
     bounds = (0.0, *EDGES, 2 * EDGES[-1])
@@ -71,17 +71,15 @@ def indices(count: Sequence[float], service_s: Sequence[float]) -> list[float]:
 
 
 def with_ended(memory: Memory, snapshot: ClusterSnapshot) -> Memory:
-    """Return the memory with the jobs that have ended since the last round.
-
-    A job that was requeued goes on; one that never had GPUs teaches nothing.
-    """
+    """Return the memory with the jobs that have ended since the last round."""
     ended, now_s, live = memory.ended, snapshot.time_s, snapshot.by_id
     # 1. The service of the jobs that are here; a job whose record is lost keeps what it had.
     served = dict(ended.live)
     served.update(
         (job.key.id, attained_service(job, now_s)) for job in live.values() if job.opted_in and job.progress is not None
     )
-    # 2. Those that are gone, by band.
+    # 2. Those that are gone, by band. A job that was requeued keeps its id and goes on; one that never had GPUs teaches
+    #    nothing.
     gone = [service_s for number, service_s in served.items() if number not in live and service_s > 0]
     count, spent_s = list(ended.count) or [0.0] * BANDS, list(ended.service_s) or [0.0] * BANDS
     for service_s in gone:

@@ -11,7 +11,8 @@ from cadenza.policies.core.model import Job, JobKey, Progress
 
 
 def first_submit_s(job: Job) -> float:
-    """Return when a job was first submitted, seconds since the epoch: Slurm submits a requeued one anew."""
+    """Return when a job was first submitted, seconds since the epoch."""
+    # A requeue sets Slurm's time of submission anew.
     first_s = job.progress.submitted_s if job.progress is not None else None
     return job.submit_s if first_s is None else first_s
 

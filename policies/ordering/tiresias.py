@@ -16,16 +16,14 @@ factor to the operator, and its simulator ships with promotion off."""
 
 
 def tiresias(queue: Queue) -> Ranking:
-    """Order by queue, and first come, first served inside a queue.
-
-    Where Tiresias sets the times of a promoted job back to zero, a policy without memory cannot: the job stays in
-    the first queue until it runs, and its next promotion takes as long a wait again.
-    """
+    """Order by queue, and first come, first served inside a queue."""
     return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level(job, queue), arrival(job)))))
 
 
 def level(job: Job, queue: Queue) -> int:
     """Return a job's queue, 0 first."""
     found = bisect_right(THRESHOLDS, queue.service(job))
+    # Tiresias sets the times of a promoted job back to zero. A policy without memory cannot: the job stays in the first
+    # queue until it runs, and its next promotion takes as long a wait again.
     promoted = found and waited(job, queue.now_s) > PROMOTE_KNOB * queue.attained(job)
     return 0 if promoted else found

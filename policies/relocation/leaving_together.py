@@ -1,7 +1,6 @@
 """Jobs that make way for one waiting job leave together: all save first, then one command requeues all of them.
 
-Slurm starts the first job of its queue once all of its GPUs are free. What a single job frees before could go to others
-that Slurm backfills before the rest has left, and then the rest would have left for nothing.
+Slurm starts the first job of its queue once all of its GPUs are free.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ def leaving_together(before: Sequence[Move], steps: Sequence[Step], snapshot: Cl
             for at in members:
                 merged[at] = _called_off(before[at], steps[at], snapshot)
             continue
+        # What a single job frees before could go to others that Slurm backfills before the rest has left, and then the
+        # rest would have left for nothing.
         ready = [at for at in members if isinstance(steps[at].action, MakeWay)]
         complete = len(ready) == len(members)
         for at in ready:

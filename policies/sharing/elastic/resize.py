@@ -126,13 +126,11 @@ def _leave(state: RoundState, job: Job, hosts: Sequence[HostState], reason: str)
 
 
 def _shrink_beside(state: RoundState, host: HostState, waiting: Resident) -> None:
-    """Shrink all jobs that have GPUs of a job without a lease to GPUs of their own, if they all can.
-
-    The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
-    """
+    """Shrink all jobs that have GPUs of a job without a lease to GPUs of their own, if they all can."""
     rivals = [t for t in host.residents.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
     if not rivals or not host.usable or not all(_sizes_on(state, rival) for rival in rivals):
         return
+    # Slurm chose the waiting job's own GPUs at its start, so those of the others change, on any lane.
     narrow = [rival for rival in rivals if _resizable(state, rival)]
     for rival in rivals:
         host.leave(rival)

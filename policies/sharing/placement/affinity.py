@@ -10,8 +10,7 @@ order,
 4. the least loaded hosts of affinity g, in the first lane with room: the jobs will take turns;
 
 else it stays queued. Where a job has profiles of several GPU types, hosts of the type on which it is fastest come
-before others in steps 1 to 3. Steps 1 to 3 place in lane 0. The algorithm as printed asks for ceil(M / N) < 1 in
-step 1, which only an empty server meets; its text says "free GPUs", and that is what is done here.
+before others in steps 1 to 3. Steps 1 to 3 place in lane 0.
 A job of several nodes takes the best of steps 1 to 3 for each, or all its nodes by step 4 in one lane, for
 two lanes of a host are the same GPUs. Step 4 needs jobs that can take turns: every job on the host must be
 managed, and of the same user unless users share.
@@ -34,14 +33,14 @@ from cadenza.policies.sharing.state.site_limits import Limits
 def list_pending(state: RoundState) -> None:
     """List the jobs that the service places, by priority, rank and submission, and the others of Slurm's queue.
 
-    It places managed jobs that lack free resources only, and those that were placed on nodes that take no jobs any
-    more. Nothing is done for a job that would meet a limit of its account, user or QOS: Slurm would not start it.
+    It places managed jobs that lack free resources only, and those whose nodes take no jobs any more.
     """
     settings, last = state.settings, len(state.ranks)
     limits = Limits(job for job in state.jobs.all if job.state == "PENDING")
     waiting = []
     for job in state.jobs.all if settings.places else ():
         if settings.manages(job) and (job.key in state.slurm.stranded or awaits_place(job)):
+            # Slurm would not start a job that meets a limit of its account, user or QOS.
             if limit := limits.reason(job):
                 reason = f"waits in Slurm: a job before it has met a limit ({limit})"
                 state.outcome.say("queue", job.key, reason)
@@ -129,6 +128,8 @@ class _Choice:
 
     @staticmethod
     def _has_free_gpus(host: HostState, request: ResourceRequest) -> bool:
+        # The algorithm as printed asks for ceil(M / N) < 1 in its first step, which only an empty server meets. Its
+        # text says "free GPUs", which counts here.
         return host.gpus_allocated + request.gpus <= host.gpus and host.usable
 
     def _has_free(self, host: HostState, request: ResourceRequest) -> bool:

@@ -2,10 +2,9 @@
 
 Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a problem of its own with the jobs that hold
 GPUs there at this moment; packed jobs count once and split their share, and a job of several hosts has its
-proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, no job has
-more memory than it asked for; CPUs are all the holders'. Where Slurm's allocation is a floor, a job never has less
-memory than it has there, nor so few CPUs that it were slower than with those; without a profile, or before its first
-iteration (profiles do not know of start-ups), it keeps its CPUs.
+proportional share of each. As long as a job waits on a host, no job has more memory than it asked for; CPUs are all the
+holders'. Where Slurm's allocation is a floor, a job never has less memory than it has there, nor so few CPUs that it
+were slower than with those; without a profile, or before its first iteration, it keeps its CPUs.
 """
 
 from __future__ import annotations
@@ -170,8 +169,7 @@ class HostDivision:
     def _floored(self, units: Sequence[Sequence[Resident]], server: Server) -> dict[JobKey, Share]:
         """Return the same with no job slower than with what it asked for, as far as the server has that.
 
-        Those that would be get what they need for it, and the others divide the rest. Lanes together may have
-        promised more CPUs than the host has: then the allocation's guarantee is all that there is.
+        Those that would be get what they need for it, and the others divide the rest.
         """
         kept: dict[JobKey, Share] = {}
         rest, left = server, list(units)
@@ -183,6 +181,8 @@ class HostDivision:
             kept |= floors
             left = [unit for unit in left if unit[0].job.key not in floors]
             rest = _less(rest, floors.values())
+            # Lanes together may have promised more CPUs than the host has: then the allocation's guarantee is all that
+            # there is.
             if min(rest.cpus, rest.memory_mb) < sum(unit[0].request.gpus for unit in left):
                 return self._parts(units, server)
         return kept
@@ -195,6 +195,7 @@ class HostDivision:
             server.name, first.request.gpus, sum(t.request.cpus for t in unit), sum(t.request.memory_mb for t in unit)
         )
         jobs = [resident.job for resident in unit]
+        # Profiles are of iterations: they say nothing of what a job needs until its first one.
         starting = any(job.lease is None or not job.lease.step for job in jobs)  # no iteration since its start
         if profile is None or starting or any(job.key in self.keeps for job in jobs):
             return asked if part.cpus < asked.cpus else None
@@ -207,6 +208,7 @@ class HostDivision:
     def _own(self, resident: Resident, share: Share, *, shared: bool) -> Share:
         """Return a job's share on its own lane; ``shared``: others on the host wait."""
         asked_mb = resident.request.memory_mb
+        # A job that does not run keeps its memory: only CPUs are free while it waits.
         memory_mb = min(share.memory_mb, asked_mb) if shared else share.memory_mb
         if self.settings.floor:
             memory_mb = max(memory_mb, asked_mb)
@@ -280,10 +282,8 @@ def tunes(
 
 
 def caches_mb(job: Job, wanted: Placement) -> tuple[int | None, ...]:
-    """Return the cache size in each share of a job; empty if it has no more memory than it asked for.
-
-    Who wrote the script chose its caches for the memory that the job asked for, so only more memory changes them.
-    """
+    """Return the cache size in each share of a job; empty if it has no more memory than it asked for."""
+    # Who wrote the script chose its caches for the memory that the job asked for, so only more memory changes them.
     asked_mb = -(-job.memory_mb // max(job.num_nodes, 1))
     if job.profile is None or all(share.memory_mb <= asked_mb for share in wanted):
         return ()
@@ -300,10 +300,7 @@ def _reason(wanted: Share, had: Share) -> str:
 
 
 def _holders(state: RoundState) -> frozenset[JobKey]:
-    """Return the jobs that have GPUs once this round is done: by the turns, and those that come to free GPUs.
-
-    Agents give those to the first who comes: jobs that are placed start before jobs that move.
-    """
+    """Return the jobs that have GPUs once this round is done: by the turns, and those that come to free GPUs."""
     staying = state.who.holders - {action.job for action in state.outcome.moves}
     taken = {
         Gpu(host.name, index)
@@ -313,6 +310,7 @@ def _holders(state: RoundState) -> frozenset[JobKey]:
         for index in resident.gpus
     }
     holders = set(staying)
+    # Agents give free GPUs to the first who comes: jobs that are placed start before jobs that move.
     coming = tuple(dict.fromkeys(action.job for action in (*state.outcome.placements, *state.outcome.moves)))
     seats = seated(state.where.hosts, coming)
     for key in coming:

@@ -48,16 +48,14 @@ def _reserve(state: RoundState, job: Job, destination: Placement) -> None:
 
 
 def hold_until_startable(state: RoundState) -> None:
-    """Keep those placements back that Slurm could not start now, because jobs have not left their GPUs yet.
-
-    A job that were pinned before would be stuck on its node if a move failed.
-    """
+    """Keep those placements back that Slurm could not start now, because jobs have not left their GPUs yet."""
     if not state.outcome.placements or not (state.where.relocating or state.slurm.room_made):
         return
     now, kept = observe_hosts(state.snapshot, state.settings.manages, floor=state.settings.floor), []
     for action in state.outcome.placements:
         request = ResourceRequest.of(state.snapshot.by_key[action.job])
         nodes = [(host, node) for host in now.values() for node in host.lanes if node.name in action.nodes]
+        # A job that were pinned before the others have left would be stuck on its node if a move failed.
         if all(host.fits(node, request) for host, node in nodes):
             kept.append(action)
             for host, node in nodes:

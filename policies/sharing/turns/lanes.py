@@ -84,10 +84,7 @@ def our_hosts(snapshot: ClusterSnapshot, partitions: Collection[str]) -> frozens
 
 
 def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:
-    """Return new weights of lanes on demand: Slurm starts a waiting job where those that make room have had most.
-
-    Among lanes of equal weight it takes the one whose slurmd registered first, whoever has the GPUs there.
-    """
+    """Return new weights of lanes on demand: Slurm starts a waiting job where those that make room have had most."""
     lanes = [node for node in snapshot.nodes if node.lane and node.dynamic and node.takes_jobs]
     if not lanes:
         return []
@@ -105,6 +102,7 @@ def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:
         if (first := firsts.get(node.host)) is None:
             continue
         level = sum(had[node.host].values()) // first.gpus
+        # Among lanes of equal weight Slurm takes the one whose slurmd registered first, whoever has the GPUs there.
         weight = first.weight + WEIGHT_STEP * node.lane + len(THRESHOLDS) - level
         if weight != node.weight:
             reason = f"jobs of level {level} of attained GPU time have the GPUs of {node.host}"
@@ -137,10 +135,8 @@ def drained_by_us(node: Node, memory: Memory) -> bool:
 
 
 def waits_for_lane(job: Job, snapshot: ClusterSnapshot) -> bool:
-    """Return True for a job that Slurm holds since the lane was removed that it needs, if that lane is there again.
-
-    Slurm finds such a job unrunnable as it deletes the node, sets its priority to 0, and leaves it so.
-    """
+    """Return True for a job that Slurm holds since the lane was removed that it needs, if that lane is there again."""
+    # Slurm finds such a job unrunnable as it deletes the node, sets its priority to 0, and leaves it so.
     if not job.held or job.state_reason != "BadConstraints":
         return False
     able = [
@@ -161,10 +157,8 @@ def reopens(node: Node, partitions: frozenset[str]) -> bool:
 
 
 def hosts_to_leave(snapshot: ClusterSnapshot) -> frozenset[str]:
-    """Return the hosts whose lane 0 is drained: an admin wants the machine, or Slurm does not trust it.
-
-    A drain at a restart of Slurm's own does not count: it is undone as soon as no job ends there.
-    """
+    """Return the hosts whose lane 0 is drained: an admin wants the machine, or Slurm does not trust it."""
+    # A drain at a restart of Slurm's own does not count: it is undone as soon as no job ends there.
     drained = (node for node in snapshot.nodes if node.lane == 0 and node.drained and not node.drained_at_restart)
     return frozenset(node.host for node in drained)
 
