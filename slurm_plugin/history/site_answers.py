@@ -138,7 +138,9 @@ def read_site(answers: Iterable[tuple[str, str]]) -> SiteFacts:
         queue, backfill = _configured(found.config, found.notes)
     rules = msgspec.structs.replace(queue, accounts=_accounts(found), qos=_all_qos(found), partitions=_tiers(found))
     if found.missing:
-        found.notes.append(f"Not given of the site's rules: {', '.join(found.missing)}.")
+        found.notes.append(
+            f"Rules of the site that are not known (--site FILE tells them): {', '.join(found.missing)}."
+        )
     if rules.weights.fairshare and rules.accounts:
         found.notes.append("Nobody has used anything when the simulations begin.")
     return SiteFacts(rules, backfill, tuple(found.notes))

@@ -123,7 +123,8 @@ def _keys_of_hosts(facts: Facts) -> Iterator[Finding]:
 def versions(facts: Facts) -> Iterator[Finding]:
     """Check that Slurm, the source of the gateway and the plugin have the same release."""
     if facts.slurm is None:
-        yield Finding("FAIL", "Slurm", facts.problems.get("slurm", ""), "is slurmctld up? `scontrol ping`")
+        text = facts.problems.get("slurm", "")
+        yield Finding("FAIL", "Slurm", text, "" if "not installed" in text else "is slurmctld up? `scontrol ping`")
         return
     text = facts.slurm.get("SLURM_VERSION", "")
     slurm = release_of(text)
@@ -131,7 +132,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
     yield _source(facts, slurm)
     if "json" not in facts.source and (facts.json or "json" in facts.problems):
         wrong = "" if facts.json else facts.problems["json"]
-        text = wrong or f"{facts.json}; resizes, setup, watch and what-if read it"
+        text = wrong or f"{facts.json}; resizes, plan, watch and whatif read it"
         yield Finding("WARN" if wrong else "OK", "Slurm's JSON", text)
     plugin = _same("plugin", facts.plugin, slurm, facts, "make -C slurm_plugin/spank install")
     # Only a warning: without the plugin the flag is missing, but jobs can opt in by their comment.
@@ -307,7 +308,8 @@ RULES: tuple[Rule, ...] = (
 def lanes(facts: Facts) -> Iterator[Finding]:
     """Check that further lanes match lane 0 and that their hosts are in managed partitions only."""
     if facts.cluster is None:
-        yield Finding("FAIL", "cluster", facts.problems.get("cluster", "not read, see the source"))
+        unread = "nodes and partitions are not known, because Slurm was not read"
+        yield Finding("FAIL", "cluster", facts.problems.get("cluster", unread))
         return
     hosts: defaultdict[str, list[Node]] = defaultdict(list)
     for node in facts.cluster.nodes:

@@ -69,6 +69,9 @@ def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, message: st
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read"):
         load_settings(tmp_path / "nowhere.toml")
+    (tmp_path / "x.toml").write_bytes(b"# \xd0")
+    with pytest.raises(ConfigError, match=r"x\.toml: not UTF-8 text \(byte 2 is 0xd0\)"):
+        load_settings(tmp_path / "x.toml")
 
 
 def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +86,9 @@ DEFAULTS = (DEFAULT_PATH, Path(ExpertTable().state_dir), AgentSettings().runtime
 def test_an_agent_without_settings_ends_with_2_and_leaves_nothing_behind() -> None:
     run = agent()
     assert run.returncode == 2
-    assert re.fullmatch(rf"cadenza-agent: {DEFAULT_PATH}: cannot be read .*; create it or name another\n", run.stderr)
+    assert re.fullmatch(
+        rf"cadenza-agent: {DEFAULT_PATH} is missing: Cadenza is not set up here; .*--config\n", run.stderr
+    )
     assert [path for path in DEFAULTS if path.exists()] == []
 
 

@@ -233,7 +233,7 @@ def test_bad_input_is_exit_code_2(config: Path, words: tuple[str, ...], said: st
 def test_a_missing_store_is_exit_code_3(tmp_path: Path) -> None:
     done = run("report", "--since", "7d", "--config", write_config(tmp_path))
     assert done.exit_code == 3
-    assert "no store there" in done.stderr
+    assert "no store there: run this on the machine of cadenzad" in done.stderr
 
 
 def test_a_store_without_sums_says_so(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_every_gain_over_slurm_has_easys_next_to_it(tmp_path: Path) -> None:
     text = run(*words).stdout
     assert "easy" in text
     assert "ideal LAS, where every job can leave at no cost: mean " in text
+    assert "times those of the ideal" in text
     assert "Slurm's order: age 5,000, fairshare 10,000, jobsize 1,000, qos 20,000" in text
     alone = json.loads(run(*words, "--share", "none", "--set", "weights=none", "--json").stdout)
     assert "baseline" not in alone

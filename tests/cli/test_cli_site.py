@@ -475,6 +475,10 @@ def test_doctor_says_of_a_slurmctld_that_is_stopped_that_it_does_not_answer(
     found = {one.about: one for one in examine(late)}
     assert found["Slurm"].observation == f"slurmctld does not answer: scontrol show config: {said}"
     assert found["service"].advice == "it makes none without slurmctld"
+    none = "scontrol is not installed here; run this where Slurm's commands are"
+    found = {one.about: one for one in examine(changed(late, problems={"slurm": none}, cluster=None))}
+    assert (found["Slurm"].observation, found["Slurm"].advice) == (none, "")
+    assert found["cluster"].observation == "nodes and partitions are not known, because Slurm was not read"
 
 
 def test_doctor_names_a_relay_without_a_key(tmp_path: Path) -> None:

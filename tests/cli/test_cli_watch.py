@@ -409,7 +409,7 @@ def test_wrong_words_wrong_answers_and_a_second_watch(slurm, tmp_path):
     for words, code, message in (
         (("--partition", "other"), 2, "no node of partition 'other' has GPUs"),
         (("--html", "no/folder/x.html"), 2, "--html: 'no/folder/x.html' is not a file in a folder that exists"),
-        (("--html", str(tmp_path / "x.html")), 2, "no job with GPUs has ended since the watch began"),
+        (("--html", str(tmp_path / "x.html")), 2, "no page yet; let `cadenza watch` run"),
     ):
         result = watch("--once", *words)
         assert (result.exit_code, message in result.output) == (code, True), result.output

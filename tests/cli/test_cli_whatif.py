@@ -328,7 +328,7 @@ def test_the_rules_of_a_site_come_from_slurms_own_answers():
     assert [accounts[name].share for name in ("bio", "physics", "lab")] == pytest.approx([0.2, 0.2, 0.4])
     text = " ".join(facts.notes)
     assert "GrpTRES=gres/gpu (2)" in text, "of an account with others below it, and of one user"
-    assert "Not given" not in text
+    assert "not known" not in text
     # sshare tells the shares to those who may not read the associations.
     shares = site("sshare_26_05.json")
     assert {name: one.share for name, one in shares.queue.accounts.items()} == pytest.approx(
@@ -340,7 +340,8 @@ def test_the_rules_of_a_site_come_from_slurms_own_answers():
 def test_what_is_not_given_is_said():
     (note,) = read_site(()).notes
     assert note == (
-        "Not given of the site's rules: weights (jobs go in the order of submission), limits of accounts (none), "
+        "Rules of the site that are not known (--site FILE tells them): weights (jobs go in the order of submission), "
+        "limits of accounts (none), "
         "shares (all accounts equal), QOS (all equal, without limits), partitions (all have PriorityTier 1)."
     )
 
@@ -793,7 +794,7 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
     assert result.exit_code == 0, result.output
     notes = " ".join(json.loads(result.stdout)["notes"])
     assert "sacctmgr show assoc --json: no slurmdbd" in notes
-    assert "Not given of the site's rules: limits of accounts (none), shares (all accounts equal)." in notes
+    assert "(--site FILE tells them): limits of accounts (none), shares (all accounts equal)." in notes
 
 
 def test_a_machine_without_slurm_names_the_way_by_files(monkeypatch, tmp_path):

@@ -122,7 +122,7 @@ def test_without_a_basis_there_is_no_verdict_and_the_cause_is_named(tmp_path, li
     verdict = json.loads(whatif(tmp_path, lines, *words).stdout)["verdict"]
     assert verdict["refused"]
     assert re.match(why, verdict["text"][0]), verdict["text"]
-    idle = re.match(r"In \d\d % of their waiting as many GPUs were idle .* Not given of the site's", verdict["text"][1])
+    idle = re.match(r"In \d\d % of their waiting as many GPUs were idle .* Rules of the site that", verdict["text"][1])
     assert bool(idle) == (len(lines) > 100)
 
 

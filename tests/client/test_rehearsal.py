@@ -15,6 +15,7 @@ from cadenza.sidecar.client.bootstrap import rehearsal, rehearsal_compare, run_s
 from cadenza.sidecar.client.bootstrap.rehearsal import Start, compare
 from cadenza.sidecar.client.bootstrap.rehearsal_agent import Outcome, ScriptedAgent
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Record, Unrecordable
+from cadenza.sidecar.client.session.checkpoint_request import NO_CHECKPOINT
 
 STEPS = 8
 
@@ -115,6 +116,30 @@ def test_a_line_that_was_cut_off_is_left_out_and_two_trainings_of_a_rank_are_ref
         rehearsal_compare.read(tmp_path, 0)
 
 
+class Played:
+    """A rehearsal whose starts are given."""
+
+    loses = False
+
+    def __init__(self, first: Start) -> None:
+        self.first = first
+
+    def alone(self, steps: int) -> Start:
+        return start(record(1, steps), boundaries=steps)
+
+    def moved(self, number: int, _steps: int, _order_at: int) -> Start:
+        return start(record(5, STEPS)) if number else self.first
+
+
+def test_the_verdict_names_what_was_compared_and_what_a_script_without_checkpoints_needs() -> None:
+    verdict = rehearsal._rehearse(Played(start(record(1, 4), saved={})), STEPS)  # type: ignore[arg-type]
+    assert verdict.identical
+    assert verdict.lines == ["identical: after the move, steps 5 to 8 have the losses and parameters of the run alone"]
+    (line,) = rehearsal._rehearse(Played(start(record(1, 4), reasons=[NO_CHECKPOINT])), STEPS).lines  # type: ignore[arg-type]
+    assert "cadenza run --saves" in line
+    assert "--steps" not in line
+
+
 # --- the agent, with ranks that need no torch -------------------------------------------------------------------
 
 RANK = """
@@ -184,6 +209,9 @@ def test_a_job_that_cannot_save_says_why(tmp_path: Path) -> None:
         ("--rehearse-move --saves out/*.pt -- python", "each run needs checkpoints of its own"),
         ("--rehearse-move --saves=out/*.pt -- python", "each run needs checkpoints of its own"),
         ("--steps=0 --rehearse-move -- python", "takes a number from 2 on"),
+        ("--rehersal -- python train.py", "no option --rehersal; did you mean --rehearse-move?"),
+        ("--rehearse-move --stepz 3 -- python", "no option --stepz; did you mean --steps?"),
+        ("--zzz", "no option --zzz; see `cadenza run --help`"),
     ],
 )
 def test_bad_use_is_named(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,9 +127,7 @@ def test_a_service_without_settings_ends_with_2_and_leaves_nothing_behind() -> N
     before = store.exists()
     done = CliRunner().invoke(main, [])
     assert done.exit_code == 2
-    assert re.search(
-        rf"^cadenzad: {DEFAULT_PATH}: cannot be read .*; create it or name another$", done.stderr, re.MULTILINE
-    )
+    assert re.search(rf"^cadenzad: {DEFAULT_PATH} is missing: Cadenza is not set up here; ", done.stderr, re.MULTILINE)
     assert store.exists() == before
 
 

@@ -95,7 +95,7 @@ def _remarks(results: Results) -> Iterator[str]:
         if times["avg_jct_h"] is not None and times["p99_jct_h"] is not None:
             yield (
                 f"ideal LAS, where every job can leave at no cost: mean {_hours(ideal)}; "
-                f"mean and p99 here are {times['avg_jct_h']:.2f} and {times['p99_jct_h']:.2f} times its"
+                f"mean and p99 here are {times['avg_jct_h']:.2f} and {times['p99_jct_h']:.2f} times those of the ideal"
             )
     if results.opted_in < jobs:
         yield f"{results.opted_in} of {jobs} jobs opted in"

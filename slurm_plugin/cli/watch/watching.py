@@ -100,7 +100,7 @@ class Watch:
         """Write the page of a what-if of the runs that ended; raise InputError without any. A look comes first."""
         record, last = self._record, self._last
         if record is None or last is None or not record.runs:
-            raise InputError(f"{self.path}: no job with GPUs has ended since the watch began: there is no page yet")
+            raise InputError(f"{self.path}: no job with GPUs has ended, so no page yet; let `cadenza watch` run")
         given = {"--partition": self.partition, "--state": self.path, "--html": file}
         plan = Plan(
             site=ask_site(), partition=self.partition, quiet=quiet, command="watch",

@@ -179,7 +179,7 @@ def _closed_on_error(link: sqlite3.Connection) -> Iterator[None]:
 
 def _connect_readonly(path: Path) -> sqlite3.Connection:
     if not path.exists():
-        raise StoreError(f"{path}: no store there; has cadenzad run on this machine?")
+        raise StoreError(f"{path}: no store there: run this on the machine of cadenzad, once that has started")
     still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, timeout=5.0)
 
