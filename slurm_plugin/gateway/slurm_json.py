@@ -229,9 +229,10 @@ def raw_records(data: bytes | str, key: str) -> tuple[Sequence[msgspec.Raw], int
 def _tolerant(data: bytes | str, keys: Sequence[str], reason: str) -> tuple[list[msgspec.Raw] | None, bytes]:
     """Return the records and the meta data of an answer that is not JSON by its standard.
 
-    Slurm, and programs that copy its answers, write NaN, halves of a character and control characters: they cost the
-    record that has one. Raise NotSlurms, with the reason, for an answer that is no JSON at all.
+    Raise NotSlurms, with the reason, for an answer that is no JSON at all.
     """
+    # Slurm, and programs that copy its answers, write NaN, halves of a character and control characters: they cost the
+    # record that has one.
     try:
         found = json.loads(data if isinstance(data, str) else data.decode("utf-8", "surrogateescape"), strict=False)
         meta = json.dumps(found.get("meta")).encode()

@@ -290,10 +290,8 @@ def lane_of(raw: Raw) -> int:
 
 
 def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
-    """Return the host of a node: its NodeHostname, which lanes share.
-
-    Where several nodes of lane 0 have one NodeHostname, one machine emulates many nodes, and their names count.
-    """
+    """Return the host of a node: its NodeHostname, which lanes share."""
+    # Where several nodes of lane 0 have one NodeHostname, one machine emulates many nodes, and their names count.
     if first_lanes.get(raw["hostname"], 0) <= 1:
         return str(raw["hostname"] or raw["name"])
     suffix = _LANE_SUFFIX.fullmatch(raw["name"])

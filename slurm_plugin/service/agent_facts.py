@@ -29,12 +29,10 @@ def suspended_after(report: RoundReport) -> frozenset[JobKey]:
 def facts_of(
     snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey], memory: Memory | None = None
 ) -> Mapping[str, Facts]:
-    """Return each host's facts: the jobs that Slurm has there, and the rules of turns; ``memory``: after the round.
-
-    While the kill switch is set, agents observe only, and so give back the resources that jobs are tuned to.
-    """
+    """Return each host's facts: the jobs that Slurm has there, and the rules of turns; ``memory``: after the round."""
     rules = sharing_settings(settings)
     killed = guard_settings(settings).killed
+    # Agents that observe only give back the resources that jobs are tuned to.
     enforce = settings.applies and not killed
     sharing = enforce and settings.policy.share != "none"
     memory = memory or Memory()

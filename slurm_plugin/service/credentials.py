@@ -5,9 +5,7 @@ question and the key of the connection, so that it is good for no other question
 credential that a user made for another program, such as Slurm, is none for a question.
 
 A token of Slurm (``scontrol token``, auth/jwt) is looked into by slurmctld only: with its key this service could make
-tokens of any user. ``scontrol token`` with the user's token in SLURM_JWT fails unless Slurm takes it, and the token
-that it prints names the user that Slurm took, whatever the first one says. If Slurm ever ignored the first one, that
-would be the service's own user, who may not ask here.
+tokens of any user.
 """
 
 from __future__ import annotations
@@ -87,6 +85,9 @@ def _digest(question: bytes, key: str) -> bytes:
 
 
 def _uid_by_slurm(token: str) -> int:
+    # ``scontrol token`` with the user's token in SLURM_JWT fails unless Slurm takes it, and the token that it prints
+    # names the user that Slurm took, whatever the first one says. If Slurm ever ignored the first one, that would be
+    # the service's own user, who may not ask here.
     try:
         issued = ISSUED.fullmatch(_output("scontrol", "token", "lifespan=10", extra={TOKEN: token}))
     except ServiceError as error:

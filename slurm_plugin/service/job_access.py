@@ -88,12 +88,13 @@ class JobAccess:
         """Return the user that an agent asks for; None for one that it may not ask for.
 
         ``here``: the users with a job on the agent's host, which its word shows no jobs of others; None where root has
-        registered the host as a relay. A host never asks for root or the service: elsewhere these uids are another's.
+        registered the host as a relay.
         """
         try:
             name = pwd.getpwuid(uid).pw_name
         except KeyError:
             return None
+        # No host asks for root or the service: elsewhere these uids are another's.
         if uid in (0, os.geteuid()) or (here is not None and name not in here):
             return None
         viewer = self.of_name(name)

@@ -107,10 +107,7 @@ def with_lanes(snapshot: ClusterSnapshot, asked: Mapping[str, int], settings: Se
 
 
 def lane_orders(snapshot: ClusterSnapshot, host: Host, *, opens: bool) -> tuple[LaneOrder, ...]:
-    """Return the lanes on demand of a host's agent (pure): those that Slurm has, and if ``opens`` the wanted ones.
-
-    One that is not wanted runs on until Slurm has deleted it.
-    """
+    """Return the lanes on demand of a host's agent (pure): those that Slurm has, and if ``opens`` the wanted ones."""
     first, there = _nodes(snapshot, host.name)
     if first is None:
         return ()
@@ -128,6 +125,7 @@ def lane_orders(snapshot: ClusterSnapshot, host: Host, *, opens: bool) -> tuple[
             first.weight + WEIGHT_STEP * lane,
             known=lane in there,
         )
+        # The slurmd of a lane that is not wanted runs on until Slurm has deleted the node.
         for lane in sorted({*there, *wanted})
     )
     return tuple(order for order in orders if _can_be_read(order))
@@ -179,13 +177,11 @@ def _can_be_read(order: LaneOrder) -> bool:
 def _memory_mb(host: Host, first: Node) -> int | None:
     """Return the memory of each lane on demand: as much as lane 0's if the host has it left; None if too little is.
 
-    With full memory that is no question.
-
-    Where lane 0 claims more than the host has, as on test clusters, every lane claims as much. Of a host that was
-    not heard nothing is known.
+    With full memory that is no question. Of a host that was not heard nothing is known.
     """
     if not host.memory_mb:
         return None
+    # Where lane 0 claims more than the host has, as on test clusters, every lane claims as much.
     if host.full_memory or host.memory_mb < first.memory_mb:
         return first.memory_mb
     left_mb = min(first.memory_mb, (host.memory_mb - first.memory_mb) // max(host.further_lanes, 1))

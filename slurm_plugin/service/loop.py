@@ -228,6 +228,7 @@ class Loop:
         elif reason and self.acting:
             log.warning("this service %s", reason)
             self.acting, self.failures, self._good_s = False, 0, self._clock.monotonic()
+            # The hub repeats the last facts at each heartbeat as long as they are good; these are good for no time.
             self._hub.send_facts(FactSheet({}, self._clock.now(), 0.0))
         if reason:
             self._error = reason

@@ -105,9 +105,10 @@ def _submitted(folder: Path) -> int | None:
 
 
 def _submit(folder: Path, missing: Sequence[int]) -> int:
-    """Submit the tasks; SBATCH_PARTITION, SBATCH_MEM_PER_NODE and the like go before the script's own lines."""
+    """Submit the tasks."""
     command = shlex.join((sys.executable, "-m", __spec__.name, str(folder.resolve())))
     script = folder / "task.sh"
+    # SBATCH_PARTITION, SBATCH_MEM_PER_NODE and the like of the user go before the script's own lines (sbatch(1)).
     asks = f"#SBATCH --ntasks=1 --cpus-per-task=1 --mem={MEMORY}"
     script.write_text(f'#!/bin/sh\n{asks}\nexec {command} "$SLURM_ARRAY_TASK_ID"\n')
     numbers = ",".join(map(str, missing))

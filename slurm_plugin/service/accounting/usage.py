@@ -262,11 +262,9 @@ def narrowest_waiting(snapshot: ClusterSnapshot, memory: Memory) -> dict[Wanted,
 
 
 def first_starts(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[tuple[Job, float]]:
-    """Yield the jobs with GPUs that Slurm has started since the first round, with the time of the start.
-
-    Only a job's first incarnation counts, because a requeued job was started before.
-    """
+    """Yield the jobs with GPUs that Slurm has started since the first round, with the time of the start."""
     for job in after.jobs:
+        # A requeued job was started before: only a job's first incarnation counts.
         if not (job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
             continue
         old = before.job(job.key)

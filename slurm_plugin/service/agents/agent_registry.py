@@ -115,13 +115,11 @@ class AgentRegistry:
         return found
 
     def ahead_s(self, host: str) -> float:
-        """Return the seconds by which a host's clock is ahead of the service's; 0 if it is about right, or unknown.
-
-        A report may come late, never early: the one that was under way for the shortest time shows the clock.
-        """
+        """Return the seconds by which a host's clock is ahead of the service's; 0 if it is about right, or unknown."""
         entry = self._entries.get(host)
         if entry is None:
             return 0.0
+        # A report may come late, never early: the one that was under way for the shortest time shows the clock.
         ahead_s = max(ahead_s for _, ahead_s in entry.aheads_s)
         may_be_late = entry.aheads_s[-1][0] - entry.aheads_s[0][0] < BACKLOG_S
         if abs(ahead_s) < CLOCK_TOLERANCE_S or (ahead_s < 0 and may_be_late):

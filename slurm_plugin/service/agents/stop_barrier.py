@@ -78,15 +78,13 @@ class StopBarrier:
         return self._follow(key, stop, now_s)
 
     def on_switched(self, done: Switched) -> Orders:
-        """Take in the end of a stop on one host, which ends it; return the orders that cancel it if it failed there.
-
-        A round may have begun a stop, by older reports, of a job that has yielded since. Without this method that stop
-        would block the next one until its time-out.
-        """
+        """Take in the end of a stop on one host, which ends it; return the orders that cancel it if it failed there."""
         key = JobKey(done.job, done.restart)
         stop = self._stops.get(key)
         if stop is None or done.kind == "resume" or done.host not in stop.hosts:
             return []
+        # A round may have begun a stop, by older reports, of a job that has yielded since. That stop would block the
+        # next one until its time-out.
         del self._stops[key]
         if done.kind in ("yield", "checkpoint"):
             return []

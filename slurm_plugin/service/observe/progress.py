@@ -66,11 +66,9 @@ def held_within(job: Job, before: Job | None, span_s: float) -> float:
 
 
 def total_s(job: Job, done_s: float) -> float | None:
-    """Return a job's whole work as its user states it, else its time limit; None without either.
-
-    A job that has done more than its user stated counts by its time limit, so that an understatement gains nothing.
-    """
+    """Return a job's whole work as its user states it, else its time limit; None without either."""
     stated_s = _stated_s(job)
+    # A job that has done more than its user stated counts by its time limit, so that an understatement gains nothing.
     if stated_s is not None and done_s <= stated_s:
         return stated_s
     return None if job.time_limit_s is None else max(job.time_limit_s, done_s)
