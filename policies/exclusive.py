@@ -224,11 +224,9 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job], factors: Mapping[in
 
 
 def _without_stops_in_quantum(planned: Decision, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-    """Return a plan in which a job keeps the GPUs that it got for ten times what its last move cost.
-
-    Synergy preempts in rounds of five minutes (OSDI'22, §3); by attained service two jobs of equal rank would change
-    places in every round of a service that looks each few seconds.
-    """
+    """Return a plan in which a job keeps the GPUs that it got for ten times what its last move cost."""
+    # Synergy preempts in rounds of five minutes (OSDI'22, §3). By attained service two jobs of equal rank would change
+    # places in every round of a service that looks each few seconds.
     costs_s = {move.job.id: move.cost_s for move in memory.moves}
     young: dict[JobKey, str] = {}
     for way in (action for action in planned.actions if isinstance(action, MakeWay)):
@@ -339,10 +337,8 @@ def _if_steerable(job: Job, lanes: Mapping[str, str]) -> Job:
 
 
 def _without_stops(planned: Decision) -> Decision:
-    """Return a decision that stops no job: under priority/basic, and where all weights are 0, no SiteFactor counts.
-
-    Every job has the same priority there, so one that is stopped would be the first to start again, for ever.
-    """
+    """Return a decision that stops no job: under priority/basic, and where all weights are 0, no SiteFactor counts."""
+    # Every job has the same priority there, so one that is stopped would be the first to start again, for ever.
     stops = {action.job: NO_WEIGHTS for action in planned.actions if isinstance(action, MakeWay)}
     actions = tuple(action for action in planned.actions if not isinstance(action, MakeWay))
     return replace(planned, actions=actions, reasons={**planned.reasons, **stops})
@@ -370,6 +366,7 @@ def _behind(planned: Decision, seen: ClusterSnapshot, memory: Memory, rules: Sha
     least = min((job.slurm_priority for job in seen.jobs if job.key in starting), default=0)
     for job in seen.jobs if starting else ():
         waits = job.state == "PENDING" and rules.manages(job) and job.key not in starting
+        # Slurm's main scheduler goes by priority: a job behind those whose turn has come keeps no GPUs from them.
         if waits and job.slurm_priority >= least and not memory.factors.get(job.key.id):
             yield SetFactor(job.key, FAR_BELOW, planned.reasons.get(job.key, WAITS))
 

@@ -119,7 +119,7 @@ class Multifactor:
     def _settle_shares(self) -> None:
         """Rank all users by the fair tree: accounts by LevelFS, below each its users, equal ones alike.
 
-        LevelFS is a share over usage, both among siblings; the first of N users has the factor 1, the last 1 / N.
+        LevelFS is a share over usage, both among siblings.
         """
         used = {name: sum([one.gpu_s for one in users.values()]) for name, users in self._users.items()}
         levels = _levels(self._shares, used)
@@ -134,6 +134,7 @@ class Multifactor:
                 for one, usage in self._users[account].items():
                     people[one] = level = part / (usage.gpu_s / all_used) if usage.gpu_s > 0 else inf
                     self._levels[self._names[one]] = min(MOST_LEVEL, level)
+            # The first of N users has the factor 1, the last 1 / N (fair_tree.c).
             for alike in _by_level(people):
                 self._factors.update(dict.fromkeys(alike, left / count))
                 left -= len(alike)

@@ -422,13 +422,13 @@ class Scheduler:
     def _backfill(self, now_s: float) -> None:
         """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start.
 
-        Jobs behind the last one that can start now are left out: they cannot start, and nothing else comes of a
-        reservation. A job at a limit is not looked at.
+        A job at a limit is not looked at.
         """
         plan = Pass(now_s, self.open, self.backfill)
         free = (job for job in self.queue if not self.limit(job)) if self._bounded else self.queue
         tested = list(islice(free, self.backfill.max_jobs))
         room = _RoomNow(plan, tested, self.running, self._place)
+        # Jobs behind the last one that can start now are left out: nothing comes of their reservations.
         last = room.last_before(len(tested))
         reserved, most = 0, self.backfill.reservations
         for number, job in enumerate(tested):
@@ -463,16 +463,14 @@ class Scheduler:
         return self._site
 
     def tell(self) -> Iterator[QueuedJob]:
-        """Yield the queued jobs whose priority or reason is another than at the last call.
-
-        The first of each partition that lacks nodes waits for resources, and those behind it for their priority.
-        """
+        """Yield the queued jobs whose priority or reason is another than at the last call."""
         if not self._stale:
             return
         self._stale = False
         first = dict.fromkeys(self.nodes_of, "Resources")
         for job in self.queue:
             reason = self.limit(job) if self._bounded else ""
+            # The first job of a partition that lacks nodes has the reason Resources, those behind it Priority.
             if not reason and job.looked:
                 reason = first[job.partition]
                 if not job.pins:
