@@ -420,8 +420,7 @@ class Pass:
     ) -> tuple[float, list[int]]:
         """Return a job's start on these nodes once running jobs have ended by their limits, and its nodes.
 
-        Jobs whose limits end in one window of time are taken away together, and each window is longer than the one
-        before it; jobs whose limits end after ``to_s`` stay.
+        Jobs whose limits end after ``to_s`` stay.
         """
         ended = future.least_ended(job, among)
         if from_s <= self._now_s and not ended:
@@ -438,6 +437,8 @@ class Pass:
         end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
         if least >= end:
             return inf, []
+        # Slurm takes jobs whose limits end in one window of time away together, and makes each window longer than the
+        # one before it.
         window_s, precision_s = FIRST_WINDOW_S, self._rules.precision_s
         bound_s = (ends_s[begin] // window_s + 1) * window_s
         while ends_s[least] > bound_s + window_s and window_s < LAST_WINDOW_S:
@@ -461,12 +462,13 @@ def bits_of(spot: Iterable[int]) -> int:
 def choose(job: Request, fitting: Callable[[Amount], int], among: int, lanes: Sequence[int]) -> list[int]:
     """Return the nodes of ``among`` that a job gets, or nothing; ``fitting`` tells the nodes with room, as bits.
 
-    All of them are in one lane, the first that has them: further lanes have a higher weight.
+    All of them are in one lane, the first that has them.
     """
     if job.pins:
         there = all((among & fitting(amount)) >> at & 1 for at, amount in job.pins)
         return [at for at, _ in job.pins] if there else []
     room = fitting(job.each[0]) & among
+    # Slurm takes nodes of lower weight first, and further lanes have a higher one.
     for lane in lanes if room else ():
         if spot := _of_one_lane(room & lane, len(job.each)):
             return spot

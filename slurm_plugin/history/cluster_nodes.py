@@ -40,10 +40,9 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
     """Return the hosts with GPUs of a file of ``scontrol show node --json``.
 
     They are in the partitions that Slurm names, or in ``partition`` alone. Several lanes of one host count once. A host
-    of a cloud that is powered down counts if it is among ``used``, the nodes that jobs of the past had: no answer says
-    how many of the others a site would pay for. So does one that is down or drained: it may have been so all the time.
-    Hosts that are left out are named. Raise InputError for another file,
-    and for one without GPUs; where all hosts are powered down, there are none, and a note.
+    of a cloud that is powered down, and one that is down or drained, count if they are among ``used``, the nodes that
+    jobs of the past had. Hosts that are left out are named. Raise InputError for another file, and for one without
+    GPUs; where all hosts are powered down, there are none, and a note.
     """
     # 1. The nodes that can be read, and those of them that count.
     try:
@@ -104,8 +103,10 @@ def _kept(
             continue
         if partition is not None and partition not in node.partitions:
             continue
+        # No answer of Slurm says how many hosts of a cloud that are powered down a site would pay for.
         if node.asleep and "CLOUD" in states[node.name] and node.name not in used:
             asleep.append(node)
+        # A host that is down or drained, and had no job of the past, may have been so all the time.
         elif used and node.name not in used and any(states[node.name]) and not (node.asleep or node.takes_jobs):
             closed.append(node.name)
         elif node.gpus > min(MAX_GPUS, node.cpus):

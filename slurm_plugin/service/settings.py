@@ -34,8 +34,7 @@ ALIVE_HEARTBEATS = 3
 MIN_ALIVE_S = 5.0
 """A busy host may stay silent this long before its lanes are drained, even with a short heartbeat."""
 SPANK_WAIT_S = 30.0
-"""Default ``wait=`` of the SPANK plugin: after this time a job that did not opt in starts without a lease. The managed
-job in its way must be gone before."""
+"""Default ``wait=`` of the SPANK plugin: after this time a job that did not opt in starts without a lease."""
 
 
 class ServiceTable(msgspec.Struct, frozen=True):
@@ -255,6 +254,7 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         enforce=settings.applies,
         min_run_s=settings.expert.min_run_s,
         lease_wait_s=settings.expert.lease_wait_s,
+        # The managed job in its way must be gone before the SPANK plugin lets a job start without a lease.
         unmanaged_wait_s=SPANK_WAIT_S / 3,
         place=settings.policy.place,
         level_points=settings.expert.level_points,
