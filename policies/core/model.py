@@ -560,7 +560,7 @@ class ClusterSnapshot:
     def at(self, time_s: float) -> ClusterSnapshot:
         """Return the same cluster at another time; what has been worked out of its jobs is kept."""
         later = replace(self, time_s=time_s)
-        later.__dict__["by_key"] = self.by_key
+        later.__dict__.update(by_key=self.by_key, by_id=self.by_id, host_of=self.host_of)
         return later
 
     @cached_property

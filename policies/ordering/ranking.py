@@ -85,7 +85,8 @@ def progress_of(job: Job) -> Progress:
 
 def attained_service(job: Job, now_s: float) -> float:
     """Return a job's attained GPU service: GPUs times the seconds that it has had them (Tiresias, NSDI'19 §3)."""
-    return progress_of(job).attained(now_s) * job.gpus
+    progress = job.progress
+    return (progress_of(job) if progress is None else progress).attained(now_s) * job.gpus
 
 
 def waited(job: Job, now_s: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from snapshots import cluster, job, node
 
 from cadenza.policies.core.decision import Decision, Memory, Sentences
 from cadenza.policies.core.model import JobKey
@@ -76,3 +77,10 @@ def test_newcomers_behind_all_that_a_decision_looks_at_change_nothing() -> None:
     assert few.jobs == all_seen.jobs
     assert few.samples == all_seen.samples
     assert few.counts.decided < all_seen.counts.decided - 20
+
+
+def test_a_snapshot_at_another_time_knows_its_jobs_and_nodes_as_a_new_one_does() -> None:
+    found = cluster(job(2), replace(job(1), key=JobKey(1, 1)), job(1), nodes=(node("node1"), node("node2")))
+    later, anew = found.at(found.time_s + 60.0), replace(found, time_s=found.time_s + 60.0)
+    assert later == anew
+    assert (later.by_key, later.by_id, later.host_of) == (anew.by_key, anew.by_id, anew.host_of)

@@ -23,24 +23,23 @@ def note_quiet_time(state: RoundState) -> None:
     if state.who.giving_back or state.where.relocating or state.where.making_way:
         return
     jobs = [job for job in state.jobs.started if job.gpus]
-    if not all(_settled(state, job) for job in jobs):
-        return
-    now_s = state.now_s
-    all_run = all(job.state == "RUNNING" for job in jobs) and state.who.holders.issuperset(state.jobs.ours)
-    if all_run and not state.jobs.queue:
+    for job in jobs:
+        if not _settled(state, job):
+            return
+    now_s, running = state.now_s, [job for job in jobs if job.state == "RUNNING"]
+    if not state.jobs.queue and len(running) == len(jobs) and state.who.holders.issuperset(state.jobs.ours):
         state.outcome.quiet_until_s = now_s + NEWS_S
         return
     ends, standings = [now_s + CALC_PERIOD_S], Standings(state)
     costs_s = [(move.cost_s or COST_S) + move.lost_s for move in state.memory.moves]
     longest_s = QUANTUM_COSTS * max(COST_S, *costs_s, 0.0)  # most jobs have had their GPUs for longer
-    for job in jobs:
-        if job.state == "RUNNING":
-            had_s = standings.had_s(job)
-            ends.append(leaves_level_s(job, now_s))
-            if had_s <= JOIN_AFTER_S:
-                ends.append(now_s + JOIN_AFTER_S - had_s)
-            if had_s <= longest_s:
-                ends.append(now_s + standings.quantum_left_s(job))
+    for job in running:
+        had_s = standings.had_s(job)
+        ends.append(leaves_level_s(job, now_s))
+        if had_s <= JOIN_AFTER_S:
+            ends.append(now_s + JOIN_AFTER_S - had_s)
+        if had_s <= longest_s:
+            ends.append(now_s + standings.quantum_left_s(job))
     ends += [at_s + AGAIN_S for at_s in state.memory.made_way.values()]
     ends += [move.phase.since_s + BEHIND_S for move in state.memory.moves if move.over]
     # A level may be left now by rounding, and the job be still in the old one.
