@@ -118,12 +118,17 @@ def test_at_80_columns_no_figure_is_cut_and_the_verdict_is_there(tmp_path, monke
     ],
 )  # fmt: skip
 def test_without_a_basis_there_is_no_verdict_and_the_cause_is_named(tmp_path, lines, why):
-    words = ("--movable", "1", "-o", str(tmp_path / "figures.csv"), "--json")
+    page = tmp_path / "page.html"
+    words = ("--movable", "1", "-o", str(tmp_path / "figures.csv"), "-o", str(page), "--json")
     verdict = json.loads(whatif(tmp_path, lines, *words).stdout)["verdict"]
     assert verdict["refused"]
     assert re.match(why, verdict["text"][0]), verdict["text"]
     idle = re.match(r"In \d\d % of their waiting as many GPUs were idle .* Rules of the site that", verdict["text"][1])
     assert bool(idle) == (len(lines) > 100)
+    assert '<body class="unsure">' in page.read_text()
+    assert ".unsure :is(.better, .worse) .word { display: none; }" in page.read_text(), (
+        "nothing is called better or worse"
+    )
 
 
 def test_where_nobody_waits_there_is_nothing_to_gain(tmp_path):
