@@ -228,7 +228,8 @@ class _Rows:
             return model, None
         if model not in self._profiles:
             where = self._table.at(line, "model")
-            raise InputError(f"{where}: there is no profile of {quoted(model)}; {suggest(model, self._profiles)}")
+            lacks = f"there is no profile of {quoted(model)} (--profiles FILE gives it)"
+            raise InputError(f"{where}: {lacks}; {suggest(model, self._profiles)}")
         return model, self._profiles[model]
 
     def _length(self, line: int, cells: Sequence[str], profile: Profile | None) -> tuple[int | None, float]:

@@ -195,7 +195,7 @@ def test_models_are_dealt_to_jobs_without_one_by_order_of_submission() -> None:
         ("1,0,0,gnmt,5", "t.csv:2: gpus: '0' is not from 1"),
         ("1,0,1.5,gnmt,5", "t.csv:2: gpus: '1.5' is not a whole number"),
         ("1,0,²,gnmt,5", "t.csv:2: gpus: '²' is not a whole number"),
-        ("1,0,1,gnm,5", "t.csv:2: model: there is no profile of 'gnm'; did you mean 'gnmt'?"),
+        ("1,0,1,gnm,5", "t.csv:2: model: there is no profile of 'gnm' (--profiles FILE gives it); did"),
         ("1,0,1,gnmt,0", "t.csv:2: iterations: '0' is not from 1"),
         ("1,0,1,gnmt,1_000", "t.csv:2: iterations: '1_000' is not a whole number"),
         ("1,0,1,gnmt," + "9" * 5000, "t.csv:2: iterations: '9999999999"),
