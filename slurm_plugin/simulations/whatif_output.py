@@ -125,7 +125,12 @@ def as_text(found: WhatIf, comparison: Comparison, judgment: Verdict) -> Rendera
     return Group(
         Text(title(found), style="bold"),
         *(Text(printable(line, 2000), style="bold" if not at else "") for at, line in enumerate(judgment.lines)),
-        Text(), table, Text(), *(Text(printable(line, 2000), style="dim") for line in remarks(found)),
+        Text(), table, Text(),
+        *(
+            Text(printable(line, 2000), style="dim")
+            for line in remarks(found)
+            if not any(line in said for said in judgment.lines)
+        ),
     )  # fmt: skip
 
 

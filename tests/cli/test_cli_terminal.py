@@ -23,6 +23,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import Profile
+from cadenza.sidecar.client.bootstrap import run_script
 from cadenza.slurm_plugin.cli import common
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.profile import show
@@ -157,3 +158,8 @@ def test_every_command_prints_through_these_functions() -> None:
         if re.search(r"click\.echo\(|\bprint\(|\bConsole\(", path.read_text(encoding="utf-8").replace(".print(", ""))
     }  # fmt: skip
     assert echoes == {"common.py", "reference.py"}
+
+
+def test_the_help_of_run_names_each_of_its_options() -> None:
+    text = CliRunner().invoke(main, ["run", "--help"]).output
+    assert [option for option in run_script.OPTIONS if option not in text] == []

@@ -107,6 +107,12 @@ def test_at_80_columns_no_figure_is_cut_and_the_verdict_is_there(tmp_path, monke
     assert "One draw of the jobs that keep checkpoints" in " ".join(text.split())
 
 
+def test_a_cause_that_the_verdict_names_is_not_said_again_below(tmp_path):
+    words = ("--movable", "1", "-o", str(tmp_path / "figures.csv"))
+    text = " ".join(whatif(tmp_path, rows(104, 60 * HOUR), *words).stdout.split())
+    assert text.count("Rules of the site that are not known") == 1
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

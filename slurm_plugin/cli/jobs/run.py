@@ -16,6 +16,7 @@ def command(*, words: tuple[str, ...]) -> None:
 
     The exit code is the script's own. Options come before the command: --rehearse-move [--steps N] moves it on this
     machine, and compares each step with a run that was not moved; --saves PATTERN lets a script make way that saves and
-    resumes by itself, with --resume-arg ARGUMENT ({path}: the newest checkpoint) and --save-signal NAME.
+    resumes by itself, with --resume-arg ARGUMENT ({path}: the newest checkpoint) and --save-signal NAME; --graphs keeps
+    device addresses over a yield.
     """
     sys.exit(main(list(words)))
