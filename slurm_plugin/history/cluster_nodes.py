@@ -10,6 +10,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_GPUS
+from cadenza.policies.inputs.csv_table import suggest
 from cadenza.slurm_plugin.gateway.eligibility import Site
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, left_out, read_nodes
 from cadenza.slurm_plugin.gateway.slurm_values import gpu_types
@@ -60,8 +61,11 @@ def read_hosts(text: str, source: str, partition: str | None = None, used: froze
     if mixed := [raw["name"] for raw in raws if raw["name"] in hosts and len(gpu_types(raw["configured_gres"])) > 1]:
         notes.append(f"Hosts with GPUs of several types, which all count as the first of them: {_named(mixed)}.")
     if not hosts and not asleep:
-        place = f" of partition {partition!r}" if partition else ""
-        raise InputError(f"{source}: no node{place} has GPUs" + (f"; {notes[-1]}" if notes else ""))
+        place, hint = "", f"; {notes[-1]}" if notes else ""
+        if partition:
+            place = f" of partition {partition!r}"
+            hint = hint or f"; {suggest(partition, sorted({name for node in all_nodes for name in node.partitions}))}"
+        raise InputError(f"{source}: no node{place} has GPUs{hint}")
     # 2. What Slurm has given out on all lanes of each. A host has the name of its lane 0 here.
     name_of = {node.host: node.name for node in hosts.values()}
     lanes = [node for node in all_nodes if node.host in name_of]

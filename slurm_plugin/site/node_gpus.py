@@ -261,5 +261,5 @@ def _pinning(facts: NodeFacts) -> Finding:
     if facts.memlock_bytes is None or facts.memlock_bytes >= largest > 0:
         return Finding("OK", "pinned memory", "not limited" if facts.memlock_bytes is None else "enough for a GPU")
     text = f"this shell may lock {facts.memlock_bytes >> 10} KiB (ulimit -l); where jobs may not pin, moves are slower"
-    return Finding("WARN", "pinned memory", text, "LimitMEMLOCK=infinity in slurmd's unit, see slurm.conf(5), "
-                   "PropagateResourceLimitsExcept=MEMLOCK")  # fmt: skip
+    return Finding("WARN", "pinned memory", text, "set LimitMEMLOCK=infinity in slurmd's unit, and "
+                   "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")  # fmt: skip

@@ -102,6 +102,8 @@ def test_the_last_trial_of_the_engine_counts_until_another_runs(
 def test_the_other_rows_come_without_nvml_too() -> None:
     bare = NodeFacts(0, nvml_problem="NVML: library not found", memlock_bytes=64 << 10)
     assert levels(bare) == {"GPUs": "WARN", "pinned memory": "WARN"}
+    (advice,) = (one.advice for one in examine_gpus(bare, "off") if one.about == "pinned memory")
+    assert advice.endswith(", and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")
     assert levels(replace(bare, device_files=4)) == {"GPUs": "FAIL", "pinned memory": "WARN"}
     assert levels(replace(NODE, device_files=2))["GPUs"] == "FAIL"
     assert levels(replace(NODE, memlock_bytes=80 << 30))["pinned memory"] == "OK"

@@ -96,8 +96,10 @@ def test_lanes_of_a_host_are_one_host():
         ("node1", "node1", 0, 4), ("node1-l1", "node1", 1, 4), ("node1-l2", "node1", 2, 4),
     ]  # fmt: skip
     assert len(nodes) == 6
-    with pytest.raises(InputError, match="no node of partition 'other' has GPUs"):
+    with pytest.raises(InputError, match="no node of partition 'other' has GPUs; known here: shared"):
         read_nodes(SCONTROL.read_text(), "F", 2, "other")
+    with pytest.raises(InputError, match="no node of partition 'sharde' has GPUs; did you mean 'shared'"):
+        read_nodes(SCONTROL.read_text(), "F", 2, "sharde")
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path):
