@@ -427,6 +427,7 @@ def test_every_job_that_opted_in_has_a_reason():
         job(8, state="PENDING", slurm_priority=0),
         job(9, options=None),
         job(10, state="OTHER"),
+        job(11, starting=True),
     )
     reasons = decide(snapshot, Memory(), APPLY).reasons
     assert reasons[key(1)] == ("makes way on node1:gpu0 for job 2: its 60 s slice is over (takes turns with job 2)")
@@ -438,6 +439,7 @@ def test_every_job_that_opted_in_has_a_reason():
         7: "no agent knows the job, so it runs as without Cadenza",
         8: "left alone: held by its owner or an admin",
         10: "no agent knows the job, so it runs as without Cadenza",
+        11: "its nodes are not ready yet: Slurm starts it then (CONFIGURING)",
     }
 
 

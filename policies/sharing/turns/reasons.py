@@ -74,7 +74,9 @@ def _as_it_is(job: Job, state: RoundState, said: Said, owed_s: Mapping[tuple[int
     if job.state == "SUSPENDED" and job.key not in state.memory.suspended:
         return "left alone: suspended by its owner or an admin"
     if job.lease is None:
-        return "no agent knows the job, so it runs as without Cadenza"
+        # A node may have to boot first, and Slurm shows the job's state as running all that time.
+        waits = "its nodes are not ready yet: Slurm starts it then (CONFIGURING)"
+        return waits if job.starting else "no agent knows the job, so it runs as without Cadenza"
     return said.get("back") or _turn(job, job.lease, state, said.get("turn"), owed_s.get(job.key))
 
 
