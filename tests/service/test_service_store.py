@@ -417,7 +417,7 @@ def test_a_newer_store_is_put_aside_and_what_is_ours_taken_over(tmp_path: Path) 
 
 
 def test_missing_store_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="has cadenzad run"):
+    with pytest.raises(StoreError, match="run this on the machine of cadenzad"):
         StoreReader(tmp_path / "none.db")
 
 
