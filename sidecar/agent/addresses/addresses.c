@@ -258,8 +258,8 @@ static int unmap(struct segment *one)
 
 	if (error)
 		return error;
-	one->away = true;
 	/* The driver frees the memory once neither a mapping nor the handle is left. */
+	one->away = true;
 	return noted(driver.cuMemRelease(one->handle));
 }
 

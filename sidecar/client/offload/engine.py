@@ -303,9 +303,9 @@ class Transfer:
                 if any(batch.device.type != "cpu" for batch in self._plan):
                     copies = list(copies)
                 for batch, done in copies:
+                    # The allocator knows nothing of the copy's stream: a block that is released while the copy still
+                    # reads it can be handed on and overwritten.
                     if done is not None:
-                        # The allocator knows nothing of the copy's stream: a block that is released while the copy
-                        # still reads it can be handed on and overwritten.
                         done.synchronize()
                     complete.append(batch)
                     for index in batch.members:
