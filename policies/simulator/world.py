@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from math import inf
 
@@ -62,7 +63,9 @@ class World:
             self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not setup.phased_moves)
         self._used = {node.name: [0, 0, 0] for node in nodes}
         people = {Person(job.account, job.user) for job in (*trace, *setup.load)}
-        self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, self._started)
+        # A method of its own would have the world in a cycle, so that it lived on after its end.
+        started = partial(World._started, weakref.proxy(self))
+        self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, started)
         self._load = sorted(setup.load, key=lambda job: (job.submit_s, job.id), reverse=True)
         """Jobs without GPUs that are to come, the next one last."""
         self._load_ends: list[tuple[float, int, QueuedJob]] = []
