@@ -64,8 +64,7 @@ class World:
         self._used = {node.name: [0, 0, 0] for node in nodes}
         people = {Person(job.account, job.user) for job in (*trace, *setup.load)}
         # A method of its own would have the world in a cycle, so that it lived on after its end.
-        started = partial(World._started, weakref.proxy(self))
-        self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, started)
+        self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, partial(World._started, weakref.proxy(self)))
         self._load = sorted(setup.load, key=lambda job: (job.submit_s, job.id), reverse=True)
         """Jobs without GPUs that are to come, the next one last."""
         self._load_ends: list[tuple[float, int, QueuedJob]] = []
