@@ -81,6 +81,11 @@ class GpuDevice(Protocol):
         ...
 
     @property
+    def kind(self) -> str:
+        """Its type, as in ``NVIDIA H100 80GB HBM3``; "" if it is not known."""
+        ...
+
+    @property
     def divided(self) -> bool:
         """True if MIG is on, so that Slurm's indices are those of instances, and not of GPUs."""
         ...
@@ -97,6 +102,13 @@ class NvmlDevice:
         uuid = str(self._ask(nvml.nvmlDeviceGetUUID, ""))
         self.names = (str(position), *((uuid,) if UUID.fullmatch(uuid) else ()))
         self._last_us = 0
+
+    @property
+    def kind(self) -> str:
+        """NVML's name of its type."""
+        name: Any = self._ask(self._nvml.nvmlDeviceGetName, "")
+        # nvidia-ml-py before 11.515 returns bytes.
+        return name.decode() if isinstance(name, bytes) else str(name)
 
     @property
     def divided(self) -> bool:
@@ -170,6 +182,7 @@ class LostDevice:
 
     divided = False
     names = ()
+    kind = ""
 
     def __init__(self, index: int, reason: str) -> None:
         self.index = index
