@@ -81,20 +81,20 @@ test-vm: install debs
 # Figures that depend on the machine; minutes each.
 measure: install
 	$(BIN)/python tests/rings.py measure
-	$(BIN)/python benchmarks/turns.py
+	$(BIN)/python benchmarks/speed/turns.py
 
 # Faults on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100', ARGS='--outages'
 faults: install
-	$(BIN)/python benchmarks/faults.py $(ARGS)
+	$(BIN)/python benchmarks/faults/faults.py $(ARGS)
 
 # Thousands of short jobs on 16 hosts of a container cluster; no daemon may grow: make soak ARGS='--minutes 5 --hosts 4'
 soak: install
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python benchmarks/replay/soak.py $(ARGS)
 
 # A million hostile inputs through all decoders, then the fast ring with more random cases:
 # make fuzz ARGS='--seed 2 --count 100000'
 fuzz: install
-	$(BIN)/python benchmarks/fuzz.py $(ARGS)
+	$(BIN)/python benchmarks/faults/fuzz.py $(ARGS)
 	$(BIN)/python tests/rings.py thorough
 
 lint: install

@@ -50,7 +50,7 @@ def _acceptance(root: Path) -> str:
         for row in run["rows"]
     ]
     machine = ", ".join(f"{key} {value}" for key, value in run["machine"].items())
-    said = f"`benchmarks/gpu_acceptance.py` (2026-11-26, 857609a, 417 s). {machine}."
+    said = f"`benchmarks/gpu/acceptance.py` (2026-11-26, 857609a, 417 s). {machine}."
     return _folded("One H100: all rows", said, _table(("row", "outcome", "figures, or why"), rows))
 
 

@@ -1,7 +1,7 @@
 """Slurm's backfill: the earliest start of a pending job among running jobs and reservations.
 
 Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill`` in sched/backfill and
-``_future_run_test`` in select/cons_tres. ``benchmarks/calibration.py`` compares with a real slurmctld.
+``_future_run_test`` in select/cons_tres. ``benchmarks/replay/calibration.py`` compares with a real slurmctld.
 """
 
 from __future__ import annotations

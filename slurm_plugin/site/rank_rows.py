@@ -1,4 +1,4 @@
-"""Trial of ``cadenza doctor --gpu --ranks``: the rows of several ranks of ``benchmarks/gpu_acceptance.py``."""
+"""Trial of ``cadenza doctor --gpu --ranks``: the rows of several ranks of ``benchmarks/gpu/acceptance.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cadenza.slurm_plugin.site.checks import Finding
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_acceptance.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "acceptance.py"
 LEVELS = {"passed": "OK", "FAILED": "FAIL", "not run": "WARN"}
 RANKS_S = 1800.0
 """Longest time of all rows in seconds; each has a limit of its own."""
@@ -19,7 +19,7 @@ RANKS_S = 1800.0
 def try_ranks(python: str, script: Path = SCRIPT, *options: str) -> Iterator[Finding]:
     """Yield a finding for each row, run with a Python that has the torch of jobs; the GPUs must be free."""
     if not script.is_file():
-        advice = "run benchmarks/gpu_acceptance.py --only R from a checkout of this version"
+        advice = "run benchmarks/gpu/acceptance.py --only R from a checkout of this version"
         yield Finding("WARN", "several ranks", "not run: this installation has no benchmarks", advice)
         return
     with tempfile.TemporaryDirectory() as folder:

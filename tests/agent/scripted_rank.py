@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from registered_job import register
 
 from cadenza.sidecar import wire

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import faults_job
+import digest_job
 import pytest
-from faults_job import digest_after
-from faults_outages import CLOCK_STEPS, KINDS, LEAD_S, acts, outages, plan_outage, table, untold, unwell
-from faults_schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
-from faults_verdict import Finding, Record, judge
+from digest_job import digest_after
+from outages import CLOCK_STEPS, KINDS, LEAD_S, acts, outages, plan_outage, table, untold, unwell
+from schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
+from verdict import Finding, Record, judge
 
 JOB = PlannedJob("one", "alice", 1, 2, 40, "")
 ON_NODE1 = {
@@ -242,8 +242,8 @@ def test_an_outage_that_is_not_named_or_not_over_is_a_finding_and_a_row() -> Non
 def test_a_rank_ends_when_its_peer_is_dead_and_not_before(tmp_path: Path) -> None:
     """Slurm does not end it where slurmctld has forgotten the step."""
     steps = """
-import pathlib, sys, faults_job
-ranks = faults_job.Ranks(pathlib.Path(sys.argv[1]))
+import pathlib, sys, digest_job
+ranks = digest_job.Ranks(pathlib.Path(sys.argv[1]))
 for step in (1, 2, 3):
     ranks.reach(step)
     print(step, flush=True)
@@ -253,7 +253,7 @@ for step in (1, 2, 3):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", steps, str(tmp_path)],
-            env=os.environ | given | {"SLURM_PROCID": str(rank), "PYTHONPATH": str(Path(faults_job.__file__).parent)},
+            env=os.environ | given | {"SLURM_PROCID": str(rank), "PYTHONPATH": str(Path(digest_job.__file__).parent)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in (0, 1)

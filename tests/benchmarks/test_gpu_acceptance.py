@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_acceptance
-import gpu_rows
+import acceptance
 import pytest
+from rows import Unit, units
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = ROOT / "benchmarks" / "gpu_acceptance.py"
+COMMAND = ROOT / "benchmarks" / "gpu" / "acceptance.py"
 NEEDS_A_GPU = {
     "C a CUDA graph and a pool refuse by name",
     "C expandable segments leave the GPU",
@@ -74,7 +74,7 @@ def test_all_that_needs_no_gpu_passes_on_the_simulated_one(
     code, rows = accepted(tmp_path, "--only", letters, "--rows", named)
     expected = {
         row
-        for unit in gpu_rows.units("simulated", long=False)
+        for unit in units("simulated", long=False)
         for row in unit.rows
         if row[0] in letters.split(",") and named in row
     }
@@ -118,7 +118,7 @@ def test_a_machine_with_torch_alone_runs_all_but_the_agent(tmp_path: Path) -> No
 # --- which rows run, and what a cut leaves ------------------------------------------------------------------
 
 MACHINE = {"device": "H100", "torch": "2.11.0+cu130"}
-UNIT = gpu_rows.Unit("x.py", ("B one",), 40, ("README.md",))
+UNIT = Unit("x.py", ("B one",), 40, ("README.md",))
 
 
 def results(folder: Path, outcome: str, commit: str, **machine: Any) -> None:
@@ -144,31 +144,31 @@ def results(folder: Path, outcome: str, commit: str, **machine: Any) -> None:
 def test_rows_remain_that_never_passed_on_such_a_gpu(
     tmp_path: Path, outcome: str, machine: dict[str, Any], left: list[str]
 ) -> None:
-    commit = gpu_acceptance.git("log", "-1", "--format=%H", "--", "README.md")
-    if not gpu_acceptance.unchanged(commit, ["README.md"]):
+    commit = acceptance.git("log", "-1", "--format=%H", "--", "README.md")
+    if not acceptance.unchanged(commit, ["README.md"]):
         pytest.skip("needs git, and a README as it was committed")
     results(tmp_path, outcome, **{"commit": commit, **machine})
     (tmp_path / "other.json").write_text('{"rows": 3}')
-    past = gpu_acceptance.past_results(tmp_path, {**MACHINE, "commit": "x"})
-    assert gpu_acceptance.remaining(UNIT.rows, UNIT, past) == left
+    past = acceptance.past_results(tmp_path, {**MACHINE, "commit": "x"})
+    assert acceptance.remaining(UNIT.rows, UNIT, past) == left
 
 
 def test_a_row_whose_files_changed_since_it_passed_remains(tmp_path: Path) -> None:
-    commits = gpu_acceptance.git("log", "-2", "--format=%H", "--", "CHANGELOG.md").splitlines()
+    commits = acceptance.git("log", "-2", "--format=%H", "--", "CHANGELOG.md").splitlines()
     if len(commits) < 2:
         pytest.skip("needs git's history")
     results(tmp_path, "passed", commits[1])
-    unit = gpu_rows.Unit("x.py", ("B one",), 40, ("CHANGELOG.md",))
-    assert gpu_acceptance.remaining(unit.rows, unit, gpu_acceptance.past_results(tmp_path, MACHINE)) == ["B one"]
+    unit = Unit("x.py", ("B one",), 40, ("CHANGELOG.md",))
+    assert acceptance.remaining(unit.rows, unit, acceptance.past_results(tmp_path, MACHINE)) == ["B one"]
 
 
 def test_rows_that_never_ran_come_first_then_failed_ones_then_cheap_ones(tmp_path: Path) -> None:
     results(tmp_path, "FAILED", "")
-    past = gpu_acceptance.past_results(tmp_path, MACHINE)
-    past["B two"] = gpu_acceptance.Past(["passed"], [], 3.0)
-    past["B three"] = gpu_acceptance.Past(["passed"], [], 2.0)
+    past = acceptance.past_results(tmp_path, MACHINE)
+    past["B two"] = acceptance.Past(["passed"], [], 3.0)
+    past["B three"] = acceptance.Past(["passed"], [], 2.0)
     names = ["B two", "B three", "B one", "B four"]
-    found = sorted(names, key=lambda name: gpu_acceptance.urgency([name], UNIT, past))
+    found = sorted(names, key=lambda name: acceptance.urgency([name], UNIT, past))
     assert found == ["B four", "B one", "B three", "B two"]
 
 
@@ -183,12 +183,12 @@ def test_each_row_is_in_the_file_when_it_ends_and_a_hanging_one_costs_itself(
         "    if 'dies' in name: sys.exit('it broke')\n"
         "    print(json.dumps(dict(name=name, outcome='passed', why='', figures={}, seconds=0.1)), flush=True)\n"
     )
-    monkeypatch.setattr(gpu_acceptance, "__file__", str(script))
-    table = gpu_acceptance.Table(tmp_path / "rows.json", dict(MACHINE))
-    unit = gpu_rows.Unit("rows.py", (), 2.0, ())
+    monkeypatch.setattr(acceptance, "__file__", str(script))
+    table = acceptance.Table(tmp_path / "rows.json", dict(MACHINE))
+    unit = Unit("rows.py", (), 2.0, ())
     written = []
     for rows in (["B ends", "B hangs", "B after"], ["B dies"], ["B last"]):
-        gpu_acceptance.run(unit, rows, dict(os.environ), table)
+        acceptance.run(unit, rows, dict(os.environ), table)
         written.append(
             {row["name"]: row["outcome"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
         )
@@ -201,13 +201,11 @@ def test_each_row_is_in_the_file_when_it_ends_and_a_hanging_one_costs_itself(
 
 def test_a_row_that_does_not_fit_the_budget_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(gpu_acceptance, "run", lambda unit, rows, *_: ran.extend(rows))
-    chosen = [
-        (gpu_rows.Unit("x.py", (name,), limit, ()), [name]) for name, limit in (("B short", 10), ("B long", 9000))
-    ]
-    table = gpu_acceptance.Table(None, dict(MACHINE))
+    monkeypatch.setattr(acceptance, "run", lambda unit, rows, *_: ran.extend(rows))
+    chosen = [(Unit("x.py", (name,), limit, ()), [name]) for name, limit in (("B short", 10), ("B long", 9000))]
+    table = acceptance.Table(None, dict(MACHINE))
     options = type("Options", (), {"results": tmp_path, "budget": 100.0})
-    gpu_acceptance.in_time(chosen, {}, table, options)
+    acceptance.in_time(chosen, {}, table, options)
     assert ran == ["B short"]
     (row,) = table.rows
     assert (row["outcome"], "the budget leaves" in row["why"]) == ("not run", True)

@@ -16,7 +16,7 @@ from cadenza.sidecar import client
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import survey
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 STEPS = 6
 STOPS = sorted(random.Random(11).sample(range(1, STEPS), 3))  # noqa: S311
 

@@ -1,6 +1,6 @@
 """Twenty yields at random boundaries of two of the benchmark's jobs, and of those of two ranks: not a bit differs.
 
-``benchmarks/sidecar_offload.py`` does the same with all jobs and 100 yields.
+``benchmarks/gpu/offload.py`` does the same with all jobs and 100 yields.
 """
 
 from __future__ import annotations

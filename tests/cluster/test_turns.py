@@ -50,7 +50,7 @@ def test_many_yields_change_no_bit(cluster: Cluster, measured: Callable[[str], N
     ids = ",".join(map(str, jobs))
     ((yields,),) = cluster.sql(f"select count(*) from switches where kind = 'yield' and job in ({ids})")
     ((latest,),) = cluster.sql(f"select max(total_s) from switches where kind = 'resume' and job in ({ids})")
-    measured(f"{yields} yields; the slowest resume took {latest:.2f} s (benchmarks/turns.py measures both)")
+    measured(f"{yields} yields; the slowest resume took {latest:.2f} s (benchmarks/speed/turns.py measures both)")
     cluster.wait_done(*alone, timeout=300)
     for name in JOBS:
         shared, uninterrupted = cluster.result(name), cluster.result(f"alone-{name}")

@@ -28,7 +28,7 @@ ROOMY = Profile(
 @pytest.fixture(scope="module")
 def bounds():
     """The benchmark's module, which is not installed."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "bounds.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "papers" / "bounds.py"
     spec = spec_from_file_location("bounds", path)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -50,7 +50,7 @@ def run(test: dict[str, Any], gpu: simulated_gpu.Gpu) -> str:
 
 def main() -> None:
     """Answer each test with its failure, until the other end closes."""
-    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "client")]
+    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks" / "gpu"), str(HERE.parent / "client")]
     torch.set_num_threads(1)
     channel = socket.socket(fileno=int(sys.argv[2]))
     path = Path(sys.argv[1]) / f"gpu-{os.getpid()}"

@@ -243,7 +243,7 @@ def main() -> int:
     if "LD_PRELOAD" not in os.environ:
         command = [sys.executable, *sys.argv]
         os.execve(sys.executable, command, {**os.environ, **simulated_gpu.preloaded()})  # noqa: S606
-    sys.path[:0] = [str(HERE), str(ROOT / "benchmarks"), str(HERE.parent / "client")]
+    sys.path[:0] = [str(HERE), str(ROOT / "benchmarks" / "gpu"), str(HERE.parent / "client")]
     import torch._dynamo  # noqa: PLC0415 - the first optimizer needs it, and the forks then have it
     import torch.distributed.checkpoint  # noqa: PLC0415 - as do the tests
 
