@@ -29,13 +29,14 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cadenza.profiler.measure.finished_points import State
 from cadenza.profiler.measure.offline_run import Offline, Request
 from cadenza.profiler.measure.point import STOLEN, Point, Rule
-from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.bisection import next_point
 from cadenza.profiler.model.memory import PARTS
 from cadenza.profiler.model.roofline import fit, predict, worst_error
 from cadenza.sidecar.clock import SystemClock
@@ -47,6 +48,11 @@ STEP = 0.25
 LEAST = 0.5
 WARM_UP = 5
 """Steps after a change of the CPUs, besides the batches read ahead: few, since every visit has them."""
+
+
+def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
+    """Search the whole grid, from the most CPUs down."""
+    return next((cpus for cpus in reversed(grid) if cpus not in times), None)
 
 
 def measured(words: tuple[str, ...], out: Path, grid: tuple[float, ...], rule: Rule, turns: int) -> State:
