@@ -5,9 +5,8 @@ nodes=2
 gpus=4
 gpu_types=a100
 lanes=2
-on_demand=false
 cpus=24
-memory_mb=
+memory_mb=64000
 full_memory=false
 node_limit_mb=0
 unmanaged=0
@@ -41,7 +40,7 @@ entry_of() { # LIST HOSTNAME
 }
 
 while (($#)); do
-  [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|lanes-on-demand|full-memory|login|prometheus)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
+  [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|full-memory|login|prometheus)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
   case $1 in
     --name) cluster=$2 ;;
     --controllers) [[ ${2:-} =~ ^[12]$ ]] && controllers=$2 || die 2 "--controllers: 1 or 2, not '${2:-}'" ;;
@@ -63,7 +62,6 @@ while (($#)); do
     --prometheus) prometheus=true && shift && continue ;;
     --no-cadenza) autostart=false && shift && continue ;;
     --from-packages) from_packages=true && shift && continue ;;
-    --lanes-on-demand) on_demand=true && shift && continue ;;
     --help) usage 0 ;;
     *) die 2 "unknown option '$1' (see --help)" ;;
   esac
@@ -71,8 +69,3 @@ while (($#)); do
 done
 if $from_packages; then image=$(packaged "$image"); fi
 [[ $cluster =~ ^[a-z][a-z0-9-]*$ ]] || die 2 "--name: '$cluster' is not of the form [a-z][a-z0-9-]*"
-# Lanes that stand in slurm.conf, whose slurmds the containers start; Cadenza's agents start those of the others.
-static_lanes=$lanes
-if $on_demand; then static_lanes=1; fi
-# Lanes on demand have to fit into the machine, unless lane 0 already claims more than that: here more than any has.
-if [[ -z $memory_mb ]]; then memory_mb=64000 && if $on_demand; then memory_mb=$((1000000 * lanes)); fi; fi

@@ -17,10 +17,8 @@ from cadenza.policies.core.actions import (
     OpenNode,
     Pack,
     Release,
-    RemoveNode,
     SetFactor,
     Unsuspend,
-    WeighNode,
     Yield,
 )
 from cadenza.policies.core.decision import Memory
@@ -70,8 +68,8 @@ def guard(
     """Judge every action, in order.
 
     What undoes our own doing is stopped by the kill switch only: resuming in Slurm what we suspended, releasing what
-    is held for us, setting a SiteFactor of ours back to 0, draining a further lane, which is what observe-only means,
-    and removing one.
+    is held for us, setting a SiteFactor of ours back to 0, and draining a further lane, which is what observe-only
+    means.
     ``cadenza release --all`` does not come through here at all.
     """
     if not actions:
@@ -113,11 +111,10 @@ class Guard:
         return None if self.undoes(action) else self._block_reason(action, left)
 
     def undoes(self, action: Action) -> bool:
-        """Return True if the action only undoes an action of Cadenza, keeps a lane shut, or removes a shut one."""
-        if isinstance(action, DrainNode | RemoveNode):
+        """Return True if the action only undoes an action of Cadenza, or keeps a lane shut."""
+        if isinstance(action, DrainNode):
             node = self.nodes.get(action.node)
-            closes = isinstance(action, DrainNode) or (node is not None and node.dynamic and node.drained)
-            return node is not None and node.lane > 0 and closes
+            return node is not None and node.lane > 0
         if isinstance(action, Unsuspend):
             return action.job in self.memory.suspended
         if isinstance(action, SetFactor):
@@ -143,10 +140,6 @@ class Guard:
     def _node(self, node: Node | None, action: NodeAction) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
-        if isinstance(action, WeighNode):
-            return None if node.dynamic and node.lane else f"scope: {node.name} is no lane on demand"
-        if isinstance(action, RemoveNode):
-            return f"scope: {node.name} is no lane on demand that is drained"
         if isinstance(action, OpenNode) and reopens(node, self.settings.partitions):
             return None
         if node.lane == 0:

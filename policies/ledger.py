@@ -14,7 +14,6 @@ from cadenza.policies.core.actions import (
     Pack,
     Place,
     Release,
-    RemoveNode,
     Requeue,
     Resize,
     SetFactor,
@@ -64,7 +63,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     ways = [action for action in acted if isinstance(action, MakeWay)]
     # Once an admin has opened a node, a later drain of it is not ours.
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
-    opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
+    opened = {action.node for action in acted if isinstance(action, OpenNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
     memory = noted_arrivals(memory, snapshot)
     return remembered(

@@ -18,8 +18,6 @@ MAX_STEP = 2**60
 MAX_SECONDS = 1e12
 """Some 30,000 years, so that epoch times fit too."""
 MAX_GPUS = 64
-MAX_LANES = 8
-"""Lanes of a host above 0."""
 MAX_JOBS = 2**16
 MAX_PATHS = 20_000
 MAX_RECEIPT_PATHS = 8
@@ -49,14 +47,9 @@ Moment: TypeAlias = Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 """CPUs, weights, rates: any number that cannot be below 0."""
 Index: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
-GpuCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
-Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Gpus: TypeAlias = Annotated[tuple[Index, ...], Meta(max_length=MAX_GPUS)]
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME, pattern=CLEAN)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT, pattern=CLEAN)]
-NodeName: TypeAlias = Annotated[str, Meta(max_length=200, pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
-"""Name of a node of Slurm that may become part of a path and of a command."""
-GpuType: TypeAlias = Annotated[str, Meta(max_length=64, pattern=r"\A[A-Za-z0-9._-]*\Z")]
 Paths: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=MAX_PATHS)]
 ReceiptPath: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_RECEIPT_PATH, pattern=CLEAN)]
 ReceiptPaths: TypeAlias = Annotated[tuple[ReceiptPath, ...], Meta(max_length=MAX_RECEIPT_PATHS)]

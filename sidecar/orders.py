@@ -18,22 +18,17 @@ from msgspec import Meta
 from cadenza.policies.core.model import JobUsage, StepRate
 from cadenza.sidecar.bounds import (
     MAX_JOBS,
-    MAX_LANES,
     MAX_TAKEN,
     Amount,
     Bytes,
     Count,
-    GpuCount,
     Gpus,
-    GpuType,
     JobId,
     Megabytes,
     Moment,
     Name,
-    NodeName,
     Number,
     Paths,
-    Port,
     ReceiptPaths,
     Restart,
     Seconds,
@@ -212,8 +207,6 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Jobs of the facts that have had no step here for some time."""
     faults: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     """Faults of this host that it goes on with, each as a sentence."""
-    lane_faults: Annotated[tuple[Text, ...], Meta(max_length=2 * MAX_LANES)] = ()
-    """Lanes whose slurmd cannot be started or ended, each as a sentence."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):
@@ -395,36 +388,6 @@ class JobFacts(msgspec.Struct, frozen=True):
     then neither could start."""
 
 
-class LaneOrder(msgspec.Struct, frozen=True):
-    """A further lane that this host is to have, a dynamic node with the hardware of lane 0."""
-
-    first: NodeName
-    """Lane 0, Slurm's node."""
-    lane: Annotated[int, Meta(ge=1, le=MAX_LANES)]
-    port: Port
-    cpus: Annotated[int, Meta(ge=1, le=2**20)]
-    memory_mb: Megabytes
-    gpus: GpuCount
-    gpu_type: GpuType
-    weight: Annotated[int, Meta(ge=0, le=2**32 - 2)]
-    known: bool
-    """True if Slurm has the node."""
-
-    @property
-    def node(self) -> str:
-        """The lane's node."""
-        return f"{self.first}-l{self.lane}"
-
-    @property
-    def hardware(self) -> str:
-        """The lane as ``slurmd --conf`` takes it (slurmd(8)); its man page is wrong that Port is not supported."""
-        gres = ":".join(filter(None, ("gpu", self.gpu_type, str(self.gpus))))
-        return (
-            f"Port={self.port} CPUs={self.cpus} RealMemory={self.memory_mb} Gres={gres} "
-            f"Feature=lane{self.lane} Weight={self.weight}"
-        )
-
-
 class Facts(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat of the service: the live jobs on this host; the agent may forget others."""
 
@@ -441,8 +404,6 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """Longest wait for a job to reach its boundary when the agent itself stops it."""
     suspends: bool = False
     """True if the service suspends each job in Slurm that has yielded here: until then its GPUs go to no other."""
-    lanes: Annotated[tuple[LaneOrder, ...], Meta(max_length=MAX_LANES)] | None = None
-    """All lanes on demand that this host is to have; None: lanes stay as they are."""
     at_s: Moment = 0.0
     """Time at which the service sent this, by its own clock."""
     memory_mb: Megabytes = 0

@@ -32,7 +32,7 @@ GROUPS = {
     "test_tuning": COMPUTING,
     "test_turns": COMPUTING,
     "test_gpu_memory": "one GPU",
-    "test_static_lanes": "one GPU",
+    "test_lanes": "one GPU",
     "test_agent_tuning_job": "cgroups",
     "test_agent_tuning_v1": "cgroups",
     "test_agent_driver_inspection": "cgroups",

@@ -75,8 +75,6 @@ class FaultRun:
 
     full_memory = False
     """Each lane has its host's whole memory."""
-    on_demand = False
-    """The lanes above 0 are opened by the agents."""
 
     def __init__(self, name: str, schedule: Schedule, hosts: int, gpus: int, lanes: int, folder: Path) -> None:
         self.schedule = schedule
@@ -125,8 +123,7 @@ class FaultRun:
     def up_options(self) -> tuple[object, ...]:
         """Return further options of ``container/up``."""
         memory_mb = round(FULL_SHARE * MB_PER_GPU * self.gpus)
-        full = ("--memory-mb", memory_mb, "--full-memory", "--config", FULL_MEMORY) if self.full_memory else ()
-        return (*full, "--lanes-on-demand") if self.on_demand else full
+        return ("--memory-mb", memory_mb, "--full-memory", "--config", FULL_MEMORY) if self.full_memory else ()
 
     def prepare(self) -> None:
         """Change the cluster before the first job, and wait until its lanes are open.
@@ -194,7 +191,7 @@ class FaultRun:
             return False
         ended = {int(job["JobId"]) for job in seen["jobs"] if job["JobState"] in ENDED}
         over = all(not self._left(name) or number in ended for name, number in list(self.ids.items()))
-        idle = [node for node in seen["nodes"] if node["State"] in {"IDLE", "IDLE+DYNAMIC_NORM"}]
+        idle = [node for node in seen["nodes"] if node["State"] == "IDLE"]
         return over and len(ended) == len(seen["jobs"]) and len(idle) == len(self.hosts) * self.lanes
 
     # --- Kills -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
-    benchmarks/faults/faults.py --seed 1 --kills 100 [--lanes 2 [--memory full] [--lanes-on-demand]]
+    benchmarks/faults/faults.py --seed 1 --kills 100 [--lanes 2 [--memory full]]
     benchmarks/faults/faults.py --outages [--only network,clock]
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
@@ -50,11 +50,10 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
     )
     settle_s = next((row["t"] for row in record.journal if row["kind"] == "settle"), record.end_s)
     broken = Counter(finding.rule for finding in findings)
-    where = "on demand" if options.lanes_on_demand else "in slurm.conf"
     rows = [
         ("seed, kills asked for", f"{options.seed}, {options.kills}"),
         ("hosts, GPUs", f"{options.hosts}, {options.hosts * GPUS}"),
-        ("lanes", f"{options.lanes}, {where}, {options.memory} memory"),
+        ("lanes", f"{options.lanes}, {options.memory} memory"),
         (
             "kills that met a process",
             f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
@@ -86,7 +85,6 @@ def arguments() -> argparse.Namespace:
         "--memory", choices=("split", "full"), default="split", help="memory of each lane: a part of its host's, or all"
     )
     parser.add_argument("--lanes", type=int, default=1, help="lanes of each host (default: 1, as shipped)")
-    parser.add_argument("--lanes-on-demand", action="store_true", help="lanes that the agents open, and open again")
     parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
     parser.add_argument("--only", default=",".join(outages.KINDS), help=f"some of {','.join(outages.KINDS)}")
     parser.add_argument("--slurmctld-s", type=float, default=300.0, help="time that slurmctld is away, seconds")
@@ -98,12 +96,10 @@ def arguments() -> argparse.Namespace:
         if unknown := sorted(set(chosen) - set(known)):
             parser.error(f"--{name}: unknown {', '.join(unknown)}")
         setattr(options, name, chosen)
-    if options.outages and (options.memory == "full" or options.lanes_on_demand):
-        parser.error("--memory full and --lanes-on-demand go with kills, not with --outages")
-    if options.lanes == 1 and (options.memory == "full" or options.lanes_on_demand):
-        parser.error("--memory full and --lanes-on-demand need --lanes 2")
-    full = ("-full" if options.memory == "full" else "") + ("-on-demand" if options.lanes_on_demand else "")
-    part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}{full}"
+    full = options.memory == "full"
+    if full and (options.outages or options.lanes == 1):
+        parser.error("--memory full goes with kills and --lanes 2, not with --outages")
+    part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}{'-full' if full else ''}"
     options.out = (options.out or ROOT / "build" / "faults" / part).resolve()
     return options
 
@@ -121,7 +117,7 @@ def play_kills(options: argparse.Namespace) -> int:
     """Play the kills of a seed and print the verdict; return the exit code."""
     schedule = plan(options.seed, options.kills, options.hosts, GPUS, options.lanes, options.victims)
     run = FaultRun(options.name, schedule, options.hosts, GPUS, options.lanes, options.out)
-    run.full_memory, run.on_demand = options.memory == "full", options.lanes_on_demand
+    run.full_memory = options.memory == "full"
     with run.cluster():
         run.play()
         run.collect()

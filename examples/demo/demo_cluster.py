@@ -60,8 +60,8 @@ class DemoCluster(Cluster):
     shared: bool
 
     def start(self, lanes: int, settings: Path | None) -> None:
-        """Start it afresh: two nodes of four GPUs, whose lanes above 0 are opened by the service."""
-        extra = ["--lanes-on-demand", "--config", settings] if settings else ["--no-cadenza"]
+        """Start it afresh: two nodes of four GPUs; the service opens the lanes above 0."""
+        extra = ["--config", settings] if settings else ["--no-cadenza"]
         self.up("--nodes", len(NODES), "--gpus-per-node", 4, "--lanes", lanes, *extra)
         for node in NODES:
             # Read PyTorch once, so that no run pays for a cold disk.

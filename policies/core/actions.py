@@ -215,24 +215,7 @@ class OpenNode:
     """Reason of Slurm's own drain; the node stays as it is if another has taken its place. Empty: the drain is ours."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveNode:
-    """Delete a further lane that is a dynamic node, drained and without jobs; its agent ends its slurmd."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WeighNode:
-    """Set a node's Weight: Slurm starts jobs on the nodes of least weight first (slurm.conf(5), Weight)."""
-
-    node: str
-    weight: int
-    reason: str
-
-
-NodeAction: TypeAlias = DrainNode | OpenNode | RemoveNode | WeighNode
+NodeAction: TypeAlias = DrainNode | OpenNode
 
 Action: TypeAlias = (
     Yield
@@ -253,8 +236,6 @@ Action: TypeAlias = (
     | Unpack
     | DrainNode
     | OpenNode
-    | RemoveNode
-    | WeighNode
 )
 
 

@@ -454,8 +454,6 @@ class Node:
     drain_reason: str = ""
     drained_at_restart: bool = False
     """Slurm drained it by itself while slurmctld or its slurmd restarted: jobs were started twice, or not stopped."""
-    dynamic: bool = False
-    """It is not in slurm.conf: its slurmd has registered it (slurmd(8), -Z), and it can be deleted."""
     weight: int = 1
     """Slurm fills nodes of less weight first."""
     cpus_used: int = 0
@@ -502,12 +500,6 @@ class Host:
     """Faults of the machine that its agent goes on with, each as a sentence."""
     refused: str = ""
     """Reason for which the service does not listen to its agent, as a predicate; empty if it does, or hears none."""
-    further_lanes: int = 0
-    """Lanes above 0 that are to exist on demand; further ones that are dynamic nodes are closed."""
-    lane_faults: tuple[str, ...] = ()
-    """Lanes whose slurmd its agent cannot start or end, each as a sentence."""
-    full_memory: bool = False
-    """Each lane has all of its memory, and its agent guards it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from cadenza.policies.core.actions import (
     Tune,
     Unpack,
     Unsuspend,
-    WeighNode,
     Yield,
 )
 from cadenza.policies.core.decision import Decision, Memory
@@ -91,8 +90,6 @@ class SimGateway:
     def apply(self, action: Action) -> Outcome:
         """Carry out one action at once."""
         self._shown = None
-        if isinstance(action, WeighNode):
-            return Outcome(ok=True)  # its Slurm fills lanes in the order of their numbers
         if isinstance(action, NodeAction):
             self.world.drain(action.node, drained=isinstance(action, DrainNode), reason=action.reason)
             return Outcome(ok=True)

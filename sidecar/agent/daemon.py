@@ -28,7 +28,6 @@ from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.slurm_steps import steps
 from cadenza.sidecar.agent.ipc.transport import Listener, Session
 from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
-from cadenza.sidecar.agent.lanes.lane_keeper import LaneKeeper
 from cadenza.sidecar.agent.leases import handover
 from cadenza.sidecar.agent.leases.book import Book
 from cadenza.sidecar.agent.leases.lease_table import LeaseTable
@@ -95,8 +94,7 @@ class Daemon:
         self._job_side = JobHandler(self.host, self._coordinator, self._arbiter, privileged, self._watch)
         self._tuner = Tuner(self.host, TuningFile(state_dir, boot_id()), topology.read())
         self._prefetcher = Prefetcher(self.host)
-        self._lanes = LaneKeeper(settings.runtime / "lanes", clock)
-        self._service_side = ServiceHandler(self.host, self._coordinator, self._tuner, self._prefetcher, self._lanes)
+        self._service_side = ServiceHandler(self.host, self._coordinator, self._tuner, self._prefetcher)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         self._reporter = Reporter(
             self.host,
@@ -106,7 +104,6 @@ class Daemon:
             tuned=self._tuner.in_force,
             lacks=lambda: tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack),
             prefetched=lambda: tuple(self._prefetcher.results.values()),
-            lane_faults=self._lanes.faults,
         )
         self._ticks = {
             "tuning": self._tuner.tick,
@@ -176,7 +173,7 @@ class Daemon:
             registry = new_registry("agent.metrics")
             from cadenza.sidecar.agent.telemetry.agent_metrics import AgentMetrics  # noqa: PLC0415 - an extra
 
-            self._count = AgentMetrics(registry, self.host, version, self._lanes.faults).messages
+            self._count = AgentMetrics(registry, self.host, version).messages
             return MetricsServer(self._settings.agent.metrics, "agent.metrics", registry, self.illness)
         except ConfigError as error:
             log.error("no metrics: %s", error)  # noqa: TRY400 - the message is complete
@@ -224,7 +221,6 @@ class Daemon:
         self._relay.close()
         self._driver.close()
         self._gpu_watch.close()
-        self._lanes.close()
         self._tuner.restore()
         self._collector.close()
         self._prefetcher.close()

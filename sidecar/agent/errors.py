@@ -17,10 +17,6 @@ class NotAuthorizedError(RefusedError):
     """The peer lacks the identity for this; the job's owner, or the admin, must act."""
 
 
-class LaneError(AgentError):
-    """A lane's slurmd cannot be started or ended; the admin must act, and it is tried again."""
-
-
 class LeaseConflictError(AgentError):
     """Two leases would meet on one GPU: a fault of this program, never of its peers."""
 

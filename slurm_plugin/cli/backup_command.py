@@ -20,13 +20,12 @@ from cadenza.sidecar.clock import SystemClock, local
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, say
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
-from cadenza.slurm_plugin.service.lanes_on_demand import folder
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.schema import MODE, open_readonly, open_writable, put_aside, read_undo
 
 KEPT = ("undo", "settings", "learned", "watched", "first_starts", "hours", "starts", "effects")
 """Tables of the store that are in a backup as a whole; of the rounds the last one."""
-FOLDERS = (("config",), ("keys",), ("lanes",))
+FOLDERS = (("config",), ("keys",))
 MAX_FILE, MAX_FILES = 1 << 20, 100_000
 """Bytes of a file of settings or keys, and files."""
 SECRET, PLAIN = 0o600, 0o644
@@ -71,7 +70,7 @@ def _save(file: Path, config: Path, *, dry_run: bool) -> None:
     """Write a backup in place of an earlier one; it is whole or not there."""
     service = load_settings(config).service
     store, keys = Path(service.store), Path(service.keys)
-    paths = list(_files(config, keys, store))
+    paths = list(_files(config, keys))
     if dry_run:
         say(*(str(path) for _, path in paths), str(store))
         return
@@ -98,13 +97,12 @@ def _save(file: Path, config: Path, *, dry_run: bool) -> None:
     say(f"{file}: {len(paths)} files and the store, {file.stat().st_size / 1e6:.1f} MB")
 
 
-def _files(config: Path, keys: Path, store: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the settings, the keys and the lanes that were asked for, by their names in a backup."""
-    places = {"config": config.parent, "keys": keys, "lanes": folder(store)}
+def _files(config: Path, keys: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the settings and the keys, by their names in a backup."""
+    places = {"config": config.parent, "keys": keys}
     found = {
         "config": [config, *(config.parent / "conf.d").glob("*.toml")],
         "keys": [*keys.glob("*.key*"), *(keys / "agents").glob("*.key*")],
-        "lanes": folder(store).glob("*.json"),
     }
     for kind, paths in found.items():
         for path in sorted(path for path in paths if path.is_file()):
@@ -146,8 +144,8 @@ def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
         try:
             for name, data in members.items():
                 kind, _, rest = name.partition("/")
-                secret = kind == "lanes" or rest.endswith("_secret")
-                _write(places[kind] / rest, data, store.parent if secret else None, now_s, dry_run=dry_run)
+                owner = store.parent if rest.endswith("_secret") else None
+                _write(places[kind] / rest, data, owner, now_s, dry_run=dry_run)
             if dry_run:
                 say(str(store))
                 return
@@ -163,7 +161,7 @@ def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
 
 def _places(manifest: Manifest, config: Path) -> dict[str, Path]:
     """Return the folder of each kind of file; the settings go to where this machine reads them."""
-    return {"config": config.parent, "keys": Path(manifest.keys), "lanes": folder(Path(manifest.store))}
+    return {"config": config.parent, "keys": Path(manifest.keys)}
 
 
 def _read(file: Path, copy: Path) -> tuple[Manifest, dict[str, bytes]]:

@@ -68,7 +68,7 @@ class JobId(NumberType):
 
 
 SCHEMAS = (
-    "cadenza.config/1", "cadenza.doctor/1", "cadenza.lanes/1", "cadenza.leftovers/1", "cadenza.move/1",
+    "cadenza.config/1", "cadenza.doctor/1", "cadenza.leftovers/1", "cadenza.move/1",
     "cadenza.plan/1", "cadenza.profile-pair/1", "cadenza.profile-run/1", "cadenza.profiles/1",
     "cadenza.release/1", "cadenza.report/1", "cadenza.sharing/1", "cadenza.simulate/1", "cadenza.sweep/1",
     "cadenza.sweep-progress/1", "cadenza.top/1", "cadenza.watch/1", "cadenza.whatif/1", "cadenza.why/1",

@@ -122,7 +122,7 @@ def _window(text: str) -> tuple[float, int]:
 
 
 def _reserve(host: str, nodes: list[Node], window: tuple[float, int], reason: str) -> Step:
-    """Return the reservation of all lanes, dynamic ones too: Slurm starts jobs on those that it does not name."""
+    """Return the reservation of all lanes: Slurm starts jobs on those that it does not name."""
     begins_s, minutes = window
     begin = datetime.fromtimestamp(begins_s).strftime("%Y-%m-%dT%H:%M:%S") if begins_s else "now"  # noqa: DTZ006 (Slurm's)
     names = ",".join(node.name for node in nodes)

@@ -29,7 +29,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "host": ("host_command:command", "Empty hosts for maintenance or a reboot, and give them back."),
         "move": ("jobs.control:move", "Move or resize a running job by checkpoint and requeue."),
         "release": ("jobs.control:release", "Undo what Cadenza has changed about jobs in Slurm."),
-        "lanes": ("site.lanes_command:lanes", "List, open and close lanes that are not in slurm.conf."),
         "config": ("site.config_command:command", "Check the settings, and print those in force."),
     },
     "Install": {
@@ -37,7 +36,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "keygen": ("site.keygen:keygen", "Create or rotate the keys of the service and of the hosts."),
     },
 }
-"""The commands by their readers: with those below profile and sweep 22 at most, with 110 options."""
+"""The commands by their readers: with those below profile and sweep 21 at most, with 104 options."""
 
 
 class Commands(LazyGroup):

@@ -19,13 +19,11 @@ from cadenza.policies.core.actions import (
     Outcome,
     Place,
     Release,
-    RemoveNode,
     Requeue,
     SetFactor,
     Size,
     Suspend,
     Unsuspend,
-    WeighNode,
 )
 from cadenza.policies.core.errors import CadenzaError, EnvironmentLacks
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
@@ -124,7 +122,7 @@ class SlurmGateway:
                 self._place(action)
             case Size(job=key, cpus=cpus, memory_mb=memory_mb):
                 self._job(f"size job {key}", "size", key, cpus=cpus, memory=memory_mb)
-            case DrainNode() | OpenNode() | RemoveNode() | WeighNode():
+            case DrainNode() | OpenNode():
                 self._act_on_node(action)
             case _:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
@@ -135,10 +133,6 @@ class SlurmGateway:
                 self._ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
                 self._ask(f"open node {name}", "undrain", node=name, drain=drain)
-            case RemoveNode(node=name):
-                self._ask(f"remove node {name}", "remove", node=name)
-            case WeighNode(node=name, weight=weight):
-                self._ask(f"weigh node {name} with {weight}", "weigh", node=name, weight=weight)
 
     def _make_way(self, action: MakeWay) -> None:
         """Requeue jobs with their factors; the error names those that had left their GPUs already."""

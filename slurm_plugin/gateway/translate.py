@@ -25,7 +25,6 @@ from cadenza.slurm_plugin.gateway.slurm_values import (
     node_state,
     wanted_type,
 )
-from cadenza.slurm_plugin.gateway.verbs import DYNAMIC
 
 _STARTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 SLURMS_DRAINS = (
@@ -372,7 +371,6 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         asleep=state == "asleep",
         drained="DRAIN" in flags,
         drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
-        dynamic=DYNAMIC in flags,
         weight=raw.get("weight") or 0,
         cpus_used=raw["allocated_cpus"] or 0,
         memory_used_mb=raw["allocated_memory"] or 0,

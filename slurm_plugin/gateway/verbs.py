@@ -23,8 +23,6 @@ FINISHED = frozenset({
 })  # fmt: skip
 OUR_DRAIN = "cadenza: "
 """Beginning of the reason of all our drains; the service does not undo the drains of others."""
-DYNAMIC = "DYNAMIC_NORM"
-"""Flag of a node that its slurmd has registered (sinfo(1), DYNAMIC_NORM)."""
 INFINITE = 0xFFFFFFFF
 """The priority by which Slurm releases a held job."""
 TERMINATED = ("FAILED", signal.SIGTERM)
@@ -153,7 +151,7 @@ class Verbs:
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
             "factor": self.factor, "make_way": self.make_way,
             "release": self.release, "size": self.size, "place": self.place, "resize": self.resize,
-            "drain": self.drain, "undrain": self.undrain, "remove": self.remove, "weigh": self.weigh,
+            "drain": self.drain, "undrain": self.undrain,
         }  # fmt: skip
 
     def answer(self, request: Request) -> dict[str, Any]:
@@ -392,27 +390,6 @@ class Verbs:
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
         self._nodes.forget()
         self._slurm.change_node(node.name, {"state": "UNDRAIN"})
-
-    def weigh(self, request: Request) -> None:
-        """Set the ``weight`` of a dynamic node."""
-        node = self._slurm.node(request["node"])
-        if DYNAMIC not in node.state:
-            raise Stale(f"node {node.name} is no dynamic node: it is {node.state}")
-        self._nodes.forget()
-        command("scontrol", "update", f"NodeName={node.name}", f"Weight={int(request['weight'])}")
-
-    def remove(self, request: Request) -> None:
-        """Delete a drained dynamic node without jobs; with only a suspended one Slurm itself would do it."""
-        node = self._slurm.node(request["node"])
-        if "DRAIN" not in node.state or DYNAMIC not in node.state:
-            raise Stale(f"node {node.name} is no drained dynamic node: it is {node.state}")
-        # A suspend leaves the node idle in Slurm's books. With only a suspended job there the delete succeeds, and
-        # Slurm loses the job while its processes go on.
-        jobs = (job for job in self._slurm.jobs() if job.state not in FINISHED)
-        if job := next((job for job in jobs if node.name in self._slurm.job_fields(job)["allocated_nodes"]), None):
-            raise Stale(f"node {node.name} still has job {job.id}, which is {job.state}")
-        self._nodes.forget()
-        command("scontrol", "delete", f"NodeName={node.name}")
 
 
 def seated(jobs: Sequence[Any]) -> list[tuple[Any, ...]]:

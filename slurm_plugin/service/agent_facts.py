@@ -11,7 +11,6 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Receipt
-from cadenza.slurm_plugin.service.lanes_on_demand import lane_orders
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
 
 
@@ -60,7 +59,6 @@ def facts_of(
         )
         for host in hosts:
             jobs_on.setdefault(host, []).append(facts)
-    by_name = {host.name: host for host in snapshot.hosts}
     leaving = hosts_to_leave(snapshot)  # there jobs stay awake, if their word is enough
     guarded = enforce and settings.service.lanes_memory == "full"
     lane_0_mb = {node.host: node.memory_mb for node in snapshot.nodes if node.lane == 0}
@@ -75,7 +73,6 @@ def facts_of(
             rules.min_run_s,
             settings.sharing.yield_timeout_s,
             suspends=suspending and host not in leaving,
-            lanes=lane_orders(snapshot, by_name[host], opens=not killed) if host in by_name else None,
             memory_mb=lane_0_mb.get(host, 0) if guarded else 0,
         )
         for host, jobs in jobs_on.items()

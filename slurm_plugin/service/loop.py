@@ -25,9 +25,9 @@ from cadenza.policies.round import Live, RoundReport, run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.sd_notify import notify
-from cadenza.slurm_plugin.errors import HubError, RequestError, StoreError
+from cadenza.slurm_plugin.errors import HubError, StoreError
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
-from cadenza.slurm_plugin.service import lanes_on_demand, move_requests
+from cadenza.slurm_plugin.service import move_requests
 from cadenza.slurm_plugin.service.action_log import log_action
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
@@ -147,13 +147,8 @@ class Loop:
         self._requeues = SlurmRequeues(last)
         self._good_s = clock.monotonic()
         """When the last good round was, or the service started."""
-        self._lanes = {host.name: host.further_lanes for host in last.hosts} if last is not None else {}
-        """Lanes on demand that were asked for, as last read."""
-        self._lanes_fault = ""
         self._tidy_s = clock.monotonic()
-        for place in (move_requests.folder(parts.store.path), lanes_on_demand.folder(parts.store.path)):
-            place.mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
-        self._gateway.with_lanes = self._with_lanes
+        move_requests.folder(parts.store.path).mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
         self._use(settings)
         self._takes_over = last is not None and clock.now() - last.time_s > settings.trust_s
 
@@ -365,16 +360,6 @@ class Loop:
     def _decided(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         self.beat()
         return self._decide(snapshot, memory)
-
-    def _with_lanes(self, snapshot: ClusterSnapshot) -> ClusterSnapshot:
-        """Add the lanes that were asked for; requests that cannot be read now stay as they were."""
-        try:
-            self._lanes, self._lanes_fault = dict(lanes_on_demand.requests(self._store.path)), ""
-        except RequestError as error:
-            if str(error) != self._lanes_fault:
-                log.warning("%s", error)
-            self._lanes_fault = str(error)
-        return lanes_on_demand.with_lanes(snapshot, self._lanes, self.settings)
 
     def _still_left_alone(self) -> Mapping[JobKey, str]:
         """Return the jobs that earlier rounds left alone; now and then they get another try."""

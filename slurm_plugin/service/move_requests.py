@@ -17,14 +17,13 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, Share
 from cadenza.policies.core.move import Move, Wanted
 from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.slurm_plugin.errors import RequestError
-from cadenza.slurm_plugin.service import request_files
 
 log = logging.getLogger(__name__)
 
 
 def folder(store: Path) -> Path:
     """Return the folder of requests to a store's service."""
-    return request_files.folder(store, "moves")
+    return store.with_name(f"{store.name}.moves")
 
 
 def requested_move(
@@ -66,7 +65,13 @@ def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, 
 def write(store: Path, move: Move) -> Path:
     """Write a request to the service; raise RequestError when this user may not, or no service has made the folder."""
     place = folder(store) / f"{move.job.id}.json"
-    request_files.write(place, move, "move jobs")
+    draft = place.with_suffix(".new")
+    try:
+        draft.write_bytes(msgspec.json.encode(move))
+        draft.chmod(0o644)  # the service reads it, and the folder is its own alone
+        draft.replace(place)
+    except OSError as error:
+        raise RequestError(f"{place}: {error.strerror}; only root and cadenzad itself may move jobs") from None
     return place
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,12 +21,9 @@ from cadenza.policies.registry import KEEP_REQUESTS, Kind, entry
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingOptions, SharingSettings
 from cadenza.sidecar.agent_settings import AgentTable, ExpertTable, Text
-from cadenza.sidecar.bounds import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH, load
 from cadenza.sidecar.metrics_server import ADDRESS
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
-
-LaneCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LANES)]
 
 MISSED_ROUNDS = 4
 MIN_TRUST_S = 10.0
@@ -76,13 +73,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
             pattern=ADDRESS,
         ),
     ] = ""
-    lanes_on_demand: Annotated[
-        LaneCount,
-        Meta(
-            description="Further lanes that the service opens as dynamic nodes in apply mode on hosts without lanes in "
-            "slurm.conf, unless `cadenza lanes` asked for another number"
-        ),
-    ] = 0
     lanes_memory: Annotated[
         Literal["split", "full"],
         Meta(

@@ -16,7 +16,6 @@ from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
 from cadenza.slurm_plugin.gateway.source_gateway import release_of
-from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons, refusal_reason
 from cadenza.slurm_plugin.service.settings import Settings
 from cadenza.slurm_plugin.site.facts import Facts
 from cadenza.slurm_plugin.site.site_priority import lacks
@@ -42,9 +41,6 @@ ONE_EACH = (
 """Keys in which two services of one machine must differ."""
 MAX_NAMED = 4
 """Number of hosts that a finding names."""
-LANES_ADVICE = "see docs/lanes.md and `cadenza lanes`"
-FLAT_TOPOLOGIES = ("", "(null)", "topology/flat", "topology/default")
-"""Topologies in which every node is reached alike (slurm.conf(5), TopologyPlugin)."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -263,7 +259,8 @@ def full_memory(facts: Facts) -> Iterator[Finding]:
         kept = facts.slurm.get("ConstrainRAMSpace", "")
         if kept.lower() != "yes":
             text = f"{kept or 'unset'}: a job may take more than it asked for, and the kernel kills a neighbor for it"
-            yield Finding("WARN", "ConstrainRAMSpace", text, "ConstrainRAMSpace=yes in cgroup.conf: see docs/lanes.md")
+            advice = "ConstrainRAMSpace=yes in cgroup.conf: see docs/second-lane.md"
+            yield Finding("WARN", "ConstrainRAMSpace", text, advice)
 
 
 RULES: tuple[Rule, ...] = (
@@ -320,7 +317,7 @@ def lanes(facts: Facts) -> Iterator[Finding]:
     if not shared and _shares_without_lanes(facts):
         yield Finding("OK", "lanes", "one a host: jobs that keep checkpoints make way by leaving")
     elif not shared:
-        advice = "without lanes Slurm never gives a GPU to two jobs: see docs/lanes.md"
+        advice = "without lanes Slurm never gives a GPU to two jobs: see docs/second-lane.md"
         yield Finding("WARN", "lanes", "no host has a second lane", advice)
     for host, nodes in shared.items():
         yield from _lanes_of(host, nodes, facts)
@@ -351,31 +348,6 @@ def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Findin
         yield Finding("WARN", f"lanes of {host}", f"{node.name} {node.closed_reason}", advice)
     if not wrong and not foreign and not closed:
         yield Finding("OK", f"lanes of {host}", f"{len(nodes)} lanes of {first.gpus} GPUs")
-
-
-def lanes_on_demand(facts: Facts) -> Iterator[Finding]:
-    """Check that the lanes that are not in slurm.conf can be opened, and have been."""
-    recorded, slurm = facts.recorded, facts.slurm or {}
-    if recorded is None or not facts.settings.applies:
-        return
-    if facts.settings.service.lanes_on_demand:
-        managed = facts.settings.guard.partitions
-        for host in sorted({node.host for node in recorded.nodes if node.gpus and managed & set(node.partitions)}):
-            if reason := refusal_reason(recorded, host, managed):
-                yield Finding("WARN", f"lanes of {host}", f"none are opened on demand: {reason}", LANES_ADVICE)
-    wanted = [host for host in recorded.hosts if host.further_lanes]
-    for one in wanted:
-        for reason in missing_reasons(recorded, one):
-            yield Finding("WARN", f"lanes of {one.name}", reason, LANES_ADVICE)
-    lanes, others = sum(host.further_lanes for host in wanted), sum(not node.dynamic for node in recorded.nodes)
-    limit = slurm.get("MaxNodeCount", "")
-    if lanes and limit.isdecimal() and int(limit) < lanes + others:
-        text = f"{limit}: {others} nodes and {lanes} lanes do not fit"
-        yield Finding("FAIL", "MaxNodeCount", text, f"MaxNodeCount={lanes + others} or more in slurm.conf")
-    topology = slurm.get("TopologyPlugin", "")
-    if lanes and topology not in FLAT_TOPOLOGIES:
-        text = f"{topology}: Slurm refuses jobs that require a lane which topology.conf does not name"
-        yield Finding("WARN", "TopologyPlugin", text, "name the lanes there, and reconfigure once they are open")
 
 
 def partitions(facts: Facts) -> Iterator[Finding]:
@@ -497,7 +469,7 @@ def sharing(facts: Facts) -> Iterator[Finding]:
     for node in cluster.nodes if cluster else ():
         if node.gpus and managed & set(node.partitions):
             lanes[node.host].append(node)
-    alone = all(len(nodes) == 1 for nodes in lanes.values()) and not settings.service.lanes_on_demand
+    alone = all(len(nodes) == 1 for nodes in lanes.values())
     if len(jobs) < MIN_JOBS_TO_SHARE or not lanes or (alone and _shares_without_lanes(facts)):
         return
     whole = [replace(nodes[0], memory_mb=sum(node.memory_mb for node in nodes)) for nodes in lanes.values()]
@@ -560,7 +532,6 @@ CHECKS = (
     full_memory,
     kill_wait,
     lanes,
-    lanes_on_demand,
     partitions,
     profiles,
     service,

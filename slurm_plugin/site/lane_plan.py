@@ -12,14 +12,16 @@ from msgspec import Meta
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted
-from cadenza.policies.sharing.turns.lanes import WEIGHT_STEP
 from cadenza.slurm_plugin.gateway.slurm_json import MOST_NAMED, NotSlurms, Refused, raw_records, records
 from cadenza.slurm_plugin.gateway.slurm_values import counts, gpu_count, hosts
 from cadenza.slurm_plugin.gateway.translate import lane_of
-from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT
 from cadenza.slurm_plugin.site.checks import Finding, Rule, rules_for
 
 UNSET = ("", "(null)", "N/A", "NONE")
+BASE_PORT = 6830
+"""The slurmd of lane k listens on the port k above it, or on the next free one. Slurm's daemons have 6817 to 6820."""
+WEIGHT_STEP = 100
+"""By this much the Weight of a lane exceeds that of the lane below it: Slurm fills lane 0 of all hosts first."""
 MAX_WEIGHT = 2**32 - 16
 """The largest weight of a node (slurm.conf(5)): Slurm refuses a file with a larger one."""
 SINGLE = frozenset({"SelectType", "SelectTypeParameters", "JobRequeue"})
@@ -33,7 +35,7 @@ LANE_RULES: tuple[Rule, ...] = (
     ("FAIL", "SlurmdPidFile", "%n", "the lanes of a host would share it", "SlurmdPidFile=/run/slurmd.%n.pid"),
 )  # fmt: skip
 OWN_SETTINGS = ("SlurmdSpoolDir", "SlurmdPidFile", "AuthInfo")
-"""Settings that the slurmds of a host cannot share; a lane on demand has its own."""
+"""Settings that the slurmds of a host cannot share."""
 SOCKET_RULE: Rule = (
     "FAIL", "AuthInfo", r"\bdisable_sack\b",
     "the slurmds of a host clash on one socket: sackd has it instead", "AuthInfo=disable_sack",
@@ -140,8 +142,6 @@ class LanePlan(msgspec.Struct, frozen=True):
     """Settings that only the site can change, with the reason."""
     members: dict[str, tuple[str, ...]]
     """All nodes of each managed partition."""
-    on_demand: bool = False
-    """The lanes above 0 are dynamic nodes, which Cadenza opens and closes: the plan has lane 0 only."""
 
     @property
     def hosts(self) -> list[str]:
@@ -150,13 +150,8 @@ class LanePlan(msgspec.Struct, frozen=True):
 
     def slurm_conf(self) -> list[str]:
         """Return the lines that take the place of the hosts' lines, and the settings. One lane needs no such lines."""
-        further = range(1, self.lanes) if self.on_demand else ()
-        sets = tuple(f"lanes{lane}" for lane in further)
         lines = [
-            *(f"# PartitionName={name} needs Nodes={','.join(nodes + sets)}" for name, nodes in self.members.items()),
-            # Never a node: Slurm knows the feature while no lane is there.
-            *(f"NodeName=no-lane{lane} Feature=lane{lane} State=FUTURE" for lane in further),
-            *(f"NodeSet=lanes{lane} Feature=lane{lane}" for lane in further),
+            *(f"# PartitionName={name} needs Nodes={','.join(nodes)}" for name, nodes in self.members.items()),
             *(" ".join(f"{key}={value}" for key, value in node.settings().items()) for node in self.nodes),
         ]
         return [
@@ -290,32 +285,6 @@ def foreign_partitions(nodes: Sequence[SlurmNode], managed: Collection[str]) -> 
 
 def _foreign(nodes: Sequence[SlurmNode], managed: Collection[str]) -> list[str]:
     return sorted({name for node in nodes for name in node.partitions} - set(managed))
-
-
-def on_demand(plan: LanePlan, nodes: Sequence[SlurmNode], config: Mapping[str, str]) -> LanePlan:
-    """Return a plan with room in slurm.conf for lanes that are not in it; ``nodes``: those that Slurm has.
-
-    Each lane's slurmd has a folder of its own, so the paths and the socket may stay as they are. Where Slurm has room
-    for the lanes already, the site is set up, and lane 0 has its part of the memory.
-    """
-    present = {node.name: node for node in nodes}
-    firsts = tuple(node for node in plan.nodes if node.lane == 0)
-    # MaxNodeCount bounds static and dynamic nodes together, and the FUTURE node of each lane's feature counts as well.
-    room = sum(not node.lane for node in nodes) + (plan.lanes - 1) * (len(firsts) + 1)
-    limit = config.get("MaxNodeCount", "")
-    enough = limit.isdecimal() and int(limit) >= room
-    if enough:
-        firsts = tuple(msgspec.structs.replace(node, real_memory=present[node.name].real_memory) for node in firsts)
-    settings = {key: value for key, value in plan.settings.items() if key not in OWN_SETTINGS}
-    lanes = {node.name for node in (*plan.nodes, *nodes) if node.lane}
-    return LanePlan(
-        plan.lanes,
-        firsts,
-        settings if enough else {**settings, "MaxNodeCount": str(room)},
-        plan.undecided,
-        {name: tuple(node for node in members if node not in lanes) for name, members in plan.members.items()},
-        on_demand=True,
-    )
 
 
 def _lanes_of(

@@ -63,7 +63,7 @@ class HostInMemory:
         self.coordinator = StopCoordinator(self.host, lambda: 1 << 40, driver)
         self.arbiter = Arbiter(self.host, self.coordinator)
         self.jobs = JobHandler(self.host, self.coordinator, self.arbiter, frozenset({ROOT}), lambda _: None)
-        self.service = ServiceHandler(self.host, self.coordinator, *(cast("Any", None),) * 3)
+        self.service = ServiceHandler(self.host, self.coordinator, *(cast("Any", None),) * 2)
         self.reporter = Reporter(
             self.host,
             "1",
@@ -72,7 +72,6 @@ class HostInMemory:
             tuned=lambda _: None,
             lacks=tuple,
             prefetched=tuple,
-            lane_faults=tuple,
         )
         self.file = LeaseFile(directory, "boot", directory / "run")
 

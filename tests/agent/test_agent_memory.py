@@ -174,7 +174,6 @@ class GuardedHost(HostInMemory):
         """Take over the service's facts."""
         known = {"managed": True, "weight": 1.0, "priority": 0, "user": "u", "hosts": 1, **fields}
         facts = tuple(orders.JobFacts(job, 0, memory_mb=asked_mb, **known) for job in jobs)
-        self.service.lanes = None  # type: ignore[assignment]
         self.service.obey(orders.Facts(1, facts, 1.0, share_between_users=True, enforce=True, memory_mb=HOST_MB))
 
     def run_once(self, seconds: float = 0.6) -> orders.Report:

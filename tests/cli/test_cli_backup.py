@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.errors import AlreadyRunningError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
-from cadenza.slurm_plugin.service.lanes_on_demand import folder
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 ASLEEP = cluster(job(1, "first", "held"), job(2, "second", "yielded", state="SUSPENDED"))
@@ -29,8 +28,8 @@ def run(*words: object, code: int = 0) -> str:
 class Controller:
     """A controller's files, and a backup of them outside."""
 
-    def __init__(self, folder_: Path) -> None:
-        self.home, self.file = folder_ / "ctl", folder_ / "cadenza.tar.gz"
+    def __init__(self, folder: Path) -> None:
+        self.home, self.file = folder / "ctl", folder / "cadenza.tar.gz"
         self.home.mkdir()
         self.config = write_config(self.home, 'mode = "apply"')
         self.store, self.keys = self.home / "cadenza.db", self.home / "keys"
@@ -38,14 +37,11 @@ class Controller:
         fill(self.config, ASLEEP, apply=True)
         (self.home / "conf.d").mkdir()
         (self.home / "conf.d" / "site.toml").write_text("[service]\npoll_s = 7.0\n")
-        folder(self.store).mkdir()
-        (folder(self.store) / "n1.json").write_text('{"host":"n1","count":2}')
         self.before = self.files()
 
     def files(self) -> dict[str, bytes]:
         plain = (path for path in self.home.rglob("*") if path.is_file() and "cadenza.db" not in path.name)
-        wanted = [*plain, *folder(self.store).glob("*")]
-        return {str(path.relative_to(self.home)): path.read_bytes() for path in wanted if path.suffix != ".log"}
+        return {str(path.relative_to(self.home)): path.read_bytes() for path in plain if path.suffix != ".log"}
 
     def lost(self) -> None:
         snapshot = (self.home / "snapshot.json").read_bytes()

@@ -379,7 +379,6 @@ def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_p
         (("--partition", "shared", "node[1-"), "no list of nodes"),
         (("--partition", "shared", "node7"), "no node 'node7'"),
         (("--partition", "shared", "--lanes", "0"), "1<=x<=8"),
-        (("--partition", "shared", "--lanes", "1", "--on-demand"), "--lanes 2 or more"),
         (("--partition", "shared", "--file", "lua.conf", "--check"), "without --check"),
         ((), "--partition"),
     ],

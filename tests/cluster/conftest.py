@@ -33,7 +33,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def running_cluster() -> Iterator[Cluster]:
-    """Two hosts of four GPUs with a lane on demand each, and one unmanaged host; CADENZA_TEST_CLUSTER reuses one."""
+    """Two hosts of four GPUs in two lanes, and one unmanaged host; CADENZA_TEST_CLUSTER reuses one."""
     reuse = os.environ.get("CADENZA_TEST_CLUSTER")
     cluster = Cluster(reuse or f"cadenzatest{os.getpid()}")
     try:
@@ -41,7 +41,7 @@ def running_cluster() -> Iterator[Cluster]:
             if "PYTEST_XDIST_WORKER" not in os.environ:  # `make test` has built it before the workers start
                 script("build")
             cluster.up(
-                "--nodes", 2, "--gpus-per-node", 4, "--lanes-on-demand", "--unmanaged-nodes", 1, "--login",
+                "--nodes", 2, "--gpus-per-node", 4, "--unmanaged-nodes", 1, "--login",
                 "--config", HERE / "fast.toml", "--config", HERE / "metrics.toml",
             )  # fmt: skip
         cluster.put(PACED_JOB, SOURCE.read_text())
@@ -53,7 +53,7 @@ def running_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def gpus() -> Iterator[Cluster]:
-    """One host with one GPU in two lanes of slurm.conf, and an unmanaged one like it; CADENZA_TEST_GPUS reuses one."""
+    """One host with one GPU in two lanes, and an unmanaged one like it; CADENZA_TEST_GPUS reuses one."""
     reuse = os.environ.get("CADENZA_TEST_GPUS")
     cluster = Cluster(reuse or f"cadenzagpus{os.getpid()}")
     try:

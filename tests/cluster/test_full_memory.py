@@ -22,7 +22,7 @@ JOB = f"{SHARED}/memory_job.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One host of 1,500 MB with a GPU; jobs may have 1,250 MB in lane 0, and in the lane that opens on demand."""
+    """One host of 1,500 MB with a GPU; jobs may have 1,250 MB in each of its two lanes."""
     reuse = os.environ.get("CADENZA_TEST_MEMORY")
     made = Cluster(reuse or f"cadenzamemory{os.getpid()}")
     try:
@@ -30,7 +30,7 @@ def cluster() -> Iterator[Cluster]:
             if "PYTEST_XDIST_WORKER" not in os.environ:
                 script("build")
             size = ("--nodes", 1, "--gpus-per-node", 1, "--gpu-memory-mb", 0, "--memory-mb", 1250, "--full-memory")
-            made.up(*size, "--node-limit-mb", 1500, "--lanes-on-demand", "--config", HERE / "fast.toml")
+            made.up(*size, "--node-limit-mb", 1500, "--config", HERE / "fast.toml")
         made.put(JOB, (HERE / "memory_job.py").read_text())
         made.configure(settings(slice_s=1))
         wait_for("both lanes", lambda: made.idle_nodes() == 2)

@@ -12,7 +12,6 @@ from cluster import wait_for
 from harness import PACED_JOB, SOURCE, Cluster
 
 pytestmark = pytest.mark.sites
-ON_DEMAND = "--lanes-on-demand"
 LANE = "node1-l1"
 
 
@@ -44,20 +43,19 @@ def test_turns_with_munge(own: Cluster) -> None:
     check_turns(own)
 
 
-@pytest.mark.parametrize("own", [("--configless",), ("--configless", ON_DEMAND)], ids=str, indirect=True)
+@pytest.mark.parametrize("own", [("--configless",)], ids=str, indirect=True)
 def test_turns_without_a_slurm_conf_on_the_node(own: Cluster) -> None:
     assert own.exec("node1", "ls", "/etc/slurm").stdout.split() == ["slurm.key"]
     check_turns(own)
 
 
-@pytest.mark.parametrize("own", [(ON_DEMAND,)], ids=str, indirect=True)
-def test_a_lane_on_demand_takes_jobs_that_require_nodes_once_the_topology_names_it(own: Cluster) -> None:
+@pytest.mark.parametrize("own", [()], ids=["topology"], indirect=True)
+def test_a_lane_takes_jobs_that_require_nodes_once_the_topology_names_it(own: Cluster) -> None:
     conf = "/etc/slurm/topology.conf"
     own.put(conf, "SwitchName=rack Nodes=node1\n")
     own.ctl("sed", "-i", "$aTopologyPlugin=topology/tree", "/etc/slurm/slurm.conf")
     own.ctl("scontrol", "reconfigure")
     wait_for("both lanes", lambda: own.idle_nodes() == 2)
-    assert "topology/tree: Slurm refuses jobs that require a lane" in own.cadenza("doctor", check=False).stdout
     requires = ("--gres=gpu:1", "--cadenza", f"--nodelist={LANE}")
     refused = own.sbatch("--mem=500", *requires, command="true", check=False)
     assert "Requested topology configuration is not available" in refused.stderr

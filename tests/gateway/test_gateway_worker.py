@@ -16,14 +16,12 @@ from cadenza.policies.core.actions import (
     OpenNode,
     Place,
     Release,
-    RemoveNode,
     Requeue,
     Resume,
     SetFactor,
     Size,
     Suspend,
     Unsuspend,
-    WeighNode,
     Yield,
 )
 from cadenza.policies.core.errors import EnvironmentLacks
@@ -67,8 +65,6 @@ def is_alive(pid: int) -> bool:
         (DrainNode("n-l1", "observing"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: observing'}"),
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
         (OpenNode("ours", "r"), "node ours {'state': 'UNDRAIN'}"),
-        (RemoveNode("lane", "r"), "scontrol delete NodeName=lane"),
-        (WeighNode("lane", 103, "r"), "scontrol update NodeName=lane Weight=103"),
     ],
 )
 def test_each_action_is_one_call(gateway_with: MakeGateway, calls: Calls, action: object, call: str) -> None:
@@ -143,9 +139,6 @@ def test_a_job_that_is_not_held_is_not_released_again(gateway_with: MakeGateway,
         (OpenNode("theirs", "r"), "drained by root: bad fan"),
         (OpenNode("theirs", "r", drain="Duplicate jobid"), "drained by root: bad fan"),
         (OpenNode("ours", "r", drain="Duplicate jobid"), "drained by root: cadenza: observing"),
-        (RemoveNode("node2", "r"), "still has job 1, which is RUNNING"),
-        (RemoveNode("fresh", "r"), "no drained dynamic node: it is IDLE+DYNAMIC_NORM"),
-        (RemoveNode("ours", "r"), "no drained dynamic node: it is IDLE+DRAIN"),
     ],
 )
 def test_what_has_changed_is_left_alone(gateway_with: MakeGateway, calls: Calls, action: object, word: str) -> None:

@@ -139,7 +139,7 @@ class World:
         for name in [f"h{at}" for at in range(self.rng.randint(1, 5))]:
             self._host(name, self.rng.randint(1, lanes))
         self.hosts = tuple(
-            Host(name, agent_alive=not self.rare(0.1), further_lanes=lanes - 1, memory_mb=500_000)
+            Host(name, agent_alive=not self.rare(0.1), memory_mb=500_000)
             for name in sorted({node.host for node in self.nodes})
         )
         busy = {host.name: 0.99 if full else self.rng.choice((0.2, 0.7, 0.9)) for host in self.hosts}

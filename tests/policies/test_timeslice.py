@@ -22,7 +22,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import JobKey, Options
+from cadenza.policies.core.model import Host, JobKey, Options
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
@@ -388,6 +388,24 @@ def test_lanes_stay_shut_without_a_safe_host():
     assert acts(cluster(nodes=(node(), node(lane=1)), dead=("node1",))) == [(DrainNode, "node1-l1")]
     (drain,) = decide(cluster(nodes=(node(), node(lane=1)), dead=("node1",)), Memory(), APPLY).actions
     assert drain.reason == "cadenza: the agent of node1 is not alive"
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_lanes_of_another_services_hosts_are_left_to_that_one(enforce):
+    """Two services, each with partitions of its own, see all nodes of one Slurm."""
+    theirs = (node("node2", partitions=("other",)), node("node2", 1, partitions=("other",)))
+    found, ours = cluster(nodes=theirs, dead=("node2",)), replace(APPLY, enforce=enforce)
+    assert acts(found, settings=ours) == []
+    shut = tuple(replace(one, drained=True, drain_reason="cadenza: observe-only") for one in theirs)
+    assert acts(replace(found, nodes=shut), settings=ours) == []
+
+
+def test_lanes_of_unmanaged_hosts_are_closed_where_their_agent_reports_here_or_nothing_is_managed():
+    found = cluster(nodes=(node(partitions=("other",)), node(lane=1, partitions=("other",))), dead=("node1",))
+    known = replace(found, hosts=(Host("node1", agent_alive=False, agent_version="0.1.0"),))
+    nothing = replace(APPLY, enforce=False, partitions=frozenset())
+    for seen, rules in ((known, APPLY), (cluster(nodes=found.nodes), APPLY), (found, nothing)):
+        assert acts(seen, settings=rules) == [(DrainNode, "node1-l1")]
 
 
 @pytest.mark.parametrize("place", [False, True])

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.auth
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, RemoveNode, Suspend, Unsuspend
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
 from cadenza.sidecar.agent_settings import ExpertTable
 from cadenza.sidecar.clock import SystemClock
@@ -80,8 +80,6 @@ class FileSlurm:
                 for n in books.nodes
             ]
             books = replace(books, nodes=tuple(nodes))
-        elif isinstance(action, RemoveNode):
-            books = replace(books, nodes=tuple(node for node in books.nodes if node.name != action.node))
         else:
             if books.job(action.job) is None:
                 return Outcome(ok=False, error=f"job {action.job} is gone")

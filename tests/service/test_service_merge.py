@@ -270,6 +270,14 @@ def test_facts_per_host() -> None:
     assert not any(f.gang for f in observing.jobs)
 
 
+def test_with_full_memory_the_agent_guards_that_of_lane_0_while_the_service_acts() -> None:
+    lanes = (node("n1", memory_mb=64000), node("n1-l1", 1, memory_mb=64000))
+    snapshot = replace(books(nodes=lanes), hosts=(Host("n1", agent_alive=True),))
+    full, observes = (ServiceTable(mode=mode, lanes_memory="full") for mode in ("apply", "observe"))
+    settings = (*(msgspec.structs.replace(APPLY, service=service) for service in (full, observes)), APPLY)
+    assert [facts_of(snapshot, one, frozenset())["n1"].memory_mb for one in settings] == [64000, 0, 0]
+
+
 def test_on_a_host_that_is_to_be_left_no_suspend_is_announced() -> None:
     """The agents there go by the ranks' word, because no suspend follows."""
     snapshot = replace(

@@ -1,26 +1,19 @@
-"""Further lanes: closed in observe-only, and on a host where sharing would not be safe; those on demand removed."""
+"""Further lanes: closed in observe-only, and on a host where sharing would not be safe."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode, WeighNode
+from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, Node
-from cadenza.policies.ordering.levels import THRESHOLDS, level_of
-from cadenza.policies.ordering.ranking import attained_service
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Node
 from cadenza.policies.sharing.state.round_state import RoundState
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
 
 OUR_DRAIN = "cadenza:"
 """Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
-CLOSES = "the lane is not wanted any more"
-WEIGHT_STEP = 100
-"""By this much the Weight of a lane exceeds that of the lane below it: Slurm fills lane 0 of all hosts first."""
-MOST_WEIGHED = 8
-"""Most lanes that get another Weight in a round: each is an RPC."""
 
 
 def drain_or_open_lanes(state: RoundState) -> None:
@@ -34,42 +27,30 @@ def close_lanes(state: RoundState) -> None:
 
 
 def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> tuple[NodeAction, ...]:
-    """Return the lanes to drain, to open and to remove, in order of node names.
+    """Return the lanes to drain and to open, in order of node names.
 
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours, or Slurm's own at a restart; the latter is all that
-    is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it.
-    Hosts of another service's partitions are that one's.
+    is ever undone on lane 0. Hosts of another service's partitions are that one's.
     """
-    if not any(node.lane or node.drained or node.dynamic for node in snapshot.nodes):
+    if not any(node.lane or node.drained for node in snapshot.nodes):
         return ()
     ours = our_hosts(snapshot, settings.partitions)
     closed = _closed_hosts(snapshot, memory, settings)
     over = _lanes_over_stuck_jobs(snapshot)
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
-    wanted = {host.name: host.further_lanes for host in snapshot.hosts}
-    # A pending job whose only node is deleted becomes unrunnable (BadConstraints), and Slurm sets its priority to 0.
-    jobs = snapshot.jobs if memory.placed else ()
-    placed = (job for job in jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
-    occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
     actions: list[NodeAction] = []
     for node in sorted((node for node in snapshot.nodes if node.host in ours), key=lambda node: node.name):
         reason = closed.get(node.host, "") or over.get(node.name, "")
-        if node.dynamic and node.lane > wanted.get(node.host, 0):
-            if not node.drained:
-                actions.append(DrainNode(node.name, f"{OUR_DRAIN} {CLOSES}"))
-            # Slurm would delete a node with only suspended jobs as well, and lose them.
-            elif node.name not in occupied:
-                actions.append(RemoveNode(node.name, CLOSES))
-        elif node.lane and reason and not node.drained:
+        if node.lane and reason and not node.drained:
             actions.append(DrainNode(node.name, f"{OUR_DRAIN} {reason}"))
         elif node.lane and not reason and node.drained and node.up and drained_by_us(node, memory):
             actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
         elif (not node.lane or not reason) and reopens(node, opens) and node.name not in leaving:
             reason = f"Slurm drained it by itself ({node.drain_reason}), and no job ends there"
             actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
-    return *actions, *(_weighed_lanes(snapshot) if settings.enforce else ())
+    return tuple(actions)
 
 
 def our_hosts(snapshot: ClusterSnapshot, partitions: Collection[str]) -> frozenset[str]:
@@ -81,35 +62,6 @@ def our_hosts(snapshot: ClusterSnapshot, partitions: Collection[str]) -> frozens
     managed = {node.host for node in nodes if not partitions or not set(node.partitions).isdisjoint(partitions)}
     heard = {host.name for host in snapshot.hosts if host.agent_alive or host.agent_version or host.refused}
     return frozenset(managed | heard)
-
-
-def _weighed_lanes(snapshot: ClusterSnapshot) -> list[WeighNode]:
-    """Return new weights of lanes on demand: Slurm starts a waiting job where those that make room have had most."""
-    lanes = [node for node in snapshot.nodes if node.lane and node.dynamic and node.takes_jobs]
-    if not lanes:
-        return []
-    # 1. What each GPU's jobs have had: the highest of their levels of attained GPU time.
-    had: dict[str, dict[Gpu, int]] = {}
-    for job in snapshot.jobs:
-        reached = level_of(attained_service(job, snapshot.time_s)) if job.lease is not None else 0
-        for gpu in job.leased_gpus:
-            on_host = had.setdefault(gpu.host, {})
-            on_host[gpu] = max(on_host.get(gpu, 0), reached)
-    # 2. The more the GPUs of a host have given, the less its lanes weigh; without jobs there they stay as they are.
-    firsts = {node.host: node for node in snapshot.nodes if node.lane == 0 and node.gpus and had.get(node.host)}
-    found: list[tuple[int, WeighNode]] = []
-    for node in lanes:
-        if (first := firsts.get(node.host)) is None:
-            continue
-        level = sum(had[node.host].values()) // first.gpus
-        # Among lanes of equal weight Slurm takes the one whose slurmd registered first, whoever has the GPUs there.
-        weight = first.weight + WEIGHT_STEP * node.lane + len(THRESHOLDS) - level
-        if weight != node.weight:
-            reason = f"jobs of level {level} of attained GPU time have the GPUs of {node.host}"
-            found.append((abs(weight - node.weight), WeighNode(node.name, weight, reason)))
-    # 3. Those that are furthest from their place first.
-    found.sort(key=lambda one: (-one[0], one[1].node))
-    return [action for _, action in found[:MOST_WEIGHED]]
 
 
 def _lanes_over_stuck_jobs(snapshot: ClusterSnapshot) -> dict[str, str]:
@@ -132,22 +84,6 @@ def _lanes_over_stuck_jobs(snapshot: ClusterSnapshot) -> dict[str, str]:
 def drained_by_us(node: Node, memory: Memory) -> bool:
     """Return True if the node's drain is ours to undo."""
     return node.name in memory.drained or node.drain_reason.startswith(OUR_DRAIN)
-
-
-def waits_for_lane(job: Job, snapshot: ClusterSnapshot) -> bool:
-    """Return True for a job that Slurm holds since the lane was removed that it needs, if that lane is there again."""
-    # Slurm finds such a job unrunnable as it deletes the node, sets its priority to 0, and leaves it so.
-    if not job.held or job.state_reason != "BadConstraints":
-        return False
-    able = [
-        node
-        for node in snapshot.nodes
-        if (node.name in job.required_nodes or not job.required_nodes)
-        and job.partition in node.partitions
-        and node.name not in job.barred
-    ]
-    missing = len(able) < max(len(job.required_nodes), job.num_nodes)
-    return not missing and all(node.dynamic for node in able) and any(node.takes_jobs for node in able)
 
 
 def reopens(node: Node, partitions: frozenset[str]) -> bool:

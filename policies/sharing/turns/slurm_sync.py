@@ -38,7 +38,7 @@ from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.debts import with_debts
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lane0_queue import Lane0Queue
-from cadenza.policies.sharing.turns.lanes import hosts_to_leave, waits_for_lane
+from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
@@ -148,8 +148,8 @@ def sync_slurm(state: RoundState) -> None:
         for job in (*(job for job, _ in running), *suspended)
         if job.key in who.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
-    # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended. Slurm
-    #    never ends a hold, nor a list of required nodes, by itself: what is ours in a job's way is ours to take out.
+    # 5. Releases: holds of moves and suspends that are over, and pins that have ended. Slurm never ends a hold, nor a
+    #    list of required nodes, by itself: what is ours in a job's way is ours to take out.
     unpinned, held = pins_over(state), [job for job in state.jobs.queue if not job.slurm_priority]
     releases = [
         Release(
@@ -159,11 +159,6 @@ def sync_slurm(state: RoundState) -> None:
         )
         for job in held
         if held_for_us(job, memory)
-    ]
-    releases += [
-        Release(job.key, "the lane that it needs is there again")
-        for job in held
-        if waits_for_lane(job, state.snapshot) and not held_for_us(job, memory)
     ]
     releases += [Release(key, reason, unpin=True) for key, reason in unpinned.items()]
     for key, reason in unpinned.items():

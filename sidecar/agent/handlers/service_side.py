@@ -15,7 +15,6 @@ from cadenza.sidecar.agent.ipc.memory_use import HostMemory
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop
-from cadenza.sidecar.agent.lanes.lane_keeper import LaneKeeper
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.tuning.tuner import Tuner
@@ -29,7 +28,7 @@ MIN_REPORT_INTERVAL_S = 0.05
 MIN_WEIGHT = 1e-6
 """Weight below which no share follows."""
 
-NOTABLE = attrgetter("rotating", "prefetched", "taken", "faults", "lane_faults")
+NOTABLE = attrgetter("rotating", "prefetched", "taken", "faults")
 NOTABLE_OF_JOB = attrgetter(
     "job", "restart", "state", "ready", "ranks", "managed", "gpus", "note", "requeue_owner", "checkpoints",
     "saves_away", "saving", "saved", "unrestored", "stalls", "lost", "tuned", "pack", "amiss",
@@ -45,7 +44,6 @@ class ServiceHandler:
     coordinator: StopCoordinator
     tuner: Tuner
     prefetcher: Prefetcher
-    lanes: LaneKeeper
 
     def obey(self, order: orders.ToAgent) -> None:
         """Carry out one order; one for a job that is no longer here is only logged."""
@@ -110,8 +108,6 @@ class ServiceHandler:
         """Take over the service's facts about the jobs here; a weight that no share follows from is ignored."""
         changed = msgspec.structs.replace(facts, at_s=self.host.facts.at_s) != self.host.facts
         self.host.facts, self.host.facts_at = facts, self.host.clock.monotonic()
-        if facts.lanes is not None:
-            self.lanes.order(facts.lanes)
         for lease in self.host.leases:
             fact = self.host.fact_of(lease)
             if fact is not None:
@@ -143,7 +139,7 @@ class Reporter:
 
     ``memory`` returns the host's memory, ``telemetry`` a job's last sample, ``tuned`` its limits in
     force if they are not Slurm's own, ``lacks`` the settings that this host cannot follow, ``prefetched`` the results
-    of prefetches for jobs to come, ``lane_faults`` the lanes that cannot be opened or closed.
+    of prefetches for jobs to come.
     """
 
     host: Host
@@ -153,7 +149,6 @@ class Reporter:
     tuned: Callable[[JobKey], orders.InForce | None]
     lacks: Callable[[], tuple[str, ...]]
     prefetched: Callable[[], tuple[orders.Prefetched, ...]]
-    lane_faults: Callable[[], tuple[str, ...]]
     _last: tuple[object, ...] = ()
     _sent_at: float = float("-inf")
 
@@ -191,7 +186,6 @@ class Reporter:
             prefetched=self.prefetched(),
             absent=self.host.absent(),
             faults=self.host.faults,
-            lane_faults=self.lane_faults(),
         )
 
     def _lease_report(self, lease: Lease) -> orders.LeaseReport:

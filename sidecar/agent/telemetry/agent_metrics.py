@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,10 +21,8 @@ STATES: tuple[State, ...] = ("waiting", "held", "stopping", "yielded")
 class AgentMetrics(Collector):
     """Labels are words of this program, never jobs or users."""
 
-    def __init__(
-        self, registry: CollectorRegistry, host: Host, version: str, lane_faults: Callable[[], tuple[str, ...]]
-    ) -> None:
-        self._host, self._version, self._lane_faults = host, version, lane_faults
+    def __init__(self, registry: CollectorRegistry, host: Host, version: str) -> None:
+        self._host, self._version = host, version
         text = "Duration of yields, resumes and saves"
         name = "cadenza_agent_switch_seconds"
         self._switch = Histogram(name, text, ("kind", "phase"), registry=registry, buckets=SWITCH_S)
@@ -53,7 +51,7 @@ class AgentMetrics(Collector):
             gpus[lease.state] += len(lease.gpus)
             moved += sum(lease.gpu_bytes) if lease.state == "yielded" else 0
         memory = host_memory()
-        faults = {"taken": len(host.taken), "faults": len(host.faults), "lanes": len(self._lane_faults())}
+        faults = {"taken": len(host.taken), "faults": len(host.faults)}
         yield _gauge("agent_build_info", "Version", "version", {self._version: 1})
         yield _gauge("agent_rotating", "1 while the agent takes turns by itself", "", {"": rotating})
         heard = bool(host.settings.agent.service) and not rotating

@@ -25,7 +25,6 @@ from cadenza.slurm_plugin.site.lane_plan import (
     foreign_partitions,
     lacking,
     names_in,
-    on_demand,
     plan_lanes,
 )
 from cadenza.slurm_plugin.site.site_priority import lacks
@@ -38,16 +37,15 @@ FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
 @click.option("--partition", "partitions", multiple=True, metavar="NAME",
               help="A partition that Cadenza manages; may be repeated.")  # fmt: skip
 @click.option("--lanes", type=click.IntRange(1, MAX_LANES),
-              help="Lanes of each host (default: as many as Slurm has; with --on-demand 2).")  # fmt: skip
-@click.option("--on-demand", "dynamic", is_flag=True, help="Lanes that Cadenza opens and closes, not in slurm.conf.")
+              help="Lanes of each host (default: as many as Slurm has).")  # fmt: skip
 @click.option("--file", "name", type=click.Choice(FILES), help="Print the content of this file alone.")
 @click.option("--check", is_flag=True, help="Check that Slurm has these lines in force, and this machine its files.")
 @click.option("--remove", is_flag=True, help="List what is left of Cadenza, here and in Slurm, and how it is removed.")
 @json_option
 @config_option
 def command(  # noqa: PLR0913 (its options)
-    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None,
-    check: bool, remove: bool, as_json: bool, config: Path | None,
+    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, name: str | None, check: bool,
+    remove: bool, as_json: bool, config: Path | None,
 ) -> None:  # fmt: skip
     """Print the lines that this site needs for the GPU hosts of a partition, or for NODES (gpu[1-4]) of them.
 
@@ -58,9 +56,8 @@ def command(  # noqa: PLR0913 (its options)
     """
     mistakes = {
         "--remove lists all that is left: give it alone":
-            remove and (nodes or partitions or lanes or dynamic or name or check),
+            remove and (nodes or partitions or lanes or name or check),
         "--partition is missing: name those that Cadenza is to manage": not partitions and not remove,
-        "--on-demand opens further lanes: give it with --lanes 2 or more": dynamic and lanes == 1,
         "--file prints one file as it is: give it without --check and --json": name and (check or as_json),
     }  # fmt: skip
     for text in (text for text, made in mistakes.items() if made):
@@ -73,10 +70,8 @@ def command(  # noqa: PLR0913 (its options)
     chosen = [one for expression in nodes for one in names_in(expression)]
     folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
     full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"
-    number = lanes or (2 if dynamic else 1 + max((node.lane for node in present), default=0))
+    number = lanes or 1 + max((node.lane for node in present), default=0)
     plan = plan_lanes(present, slurm, partitions, number, chosen, full_memory=full_memory)
-    if dynamic:
-        plan = on_demand(plan, present, slurm)
     if uses_factors(load_settings(own) if own.exists() else Settings()):
         plan = with_priority(plan, slurm)
     say(*remarks(plan, refused, partitions), err=True)
@@ -135,8 +130,8 @@ def commands(plan: LanePlan, own: Path) -> list[str]:
     """Return the commands with this site's names, in their order."""
     hosts = plan.hosts
     keys = f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}"
-    if plan.on_demand or plan.lanes == 1:
-        return [keys, *([f"cadenza lanes --count 1 {' '.join(hosts)}"] if plan.on_demand else [])]
+    if plan.lanes == 1:
+        return [keys]
     units = {host: [node.name for node in plan.nodes if plan.first(node) == host] for host in hosts}
     return [
         f"scontrol update nodename={','.join(hosts)} state=drain reason=lanes",

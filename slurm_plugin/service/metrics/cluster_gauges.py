@@ -110,15 +110,13 @@ def cluster_metrics(report: RoundReport, memory: Memory, partitions: Collection[
     yield _gauge("lanes", "Nodes of each lane", ("lane", "state"), Counter(map(_lane, snapshot.nodes)))
     lanes = {node.host for node in snapshot.nodes if node.lane} & our_hosts(snapshot, partitions)
     agents: Counter[tuple[str, ...]] = Counter()
-    faults: Counter[tuple[str, ...]] = Counter({("lacks",): 0, ("taken",): 0, ("faults",): 0, ("lanes",): 0})
+    faults: Counter[tuple[str, ...]] = Counter({("lacks",): 0, ("taken",): 0, ("faults",): 0})
     for host in snapshot.hosts:
         known = "silent" if host.agent_version else "missing"
         state = "up" if host.agent_alive else "refused" if host.refused else known
         if state != "missing" or host.name in lanes:  # a host without further lanes needs no agent
             agents[(state,)] += 1
-        for kind, texts in (
-            ("lacks", host.lacks), ("taken", host.taken), ("faults", host.faults), ("lanes", host.lane_faults)
-        ):  # fmt: skip
+        for kind, texts in (("lacks", host.lacks), ("taken", host.taken), ("faults", host.faults)):
             faults[(kind,)] += len(texts)
     yield _gauge("agents", "Agents of hosts", ("state",), {(one,): agents[(one,)] for one in AGENT_STATES})
     yield _gauge("host_faults", "Faults of hosts that agents report", ("kind",), faults)

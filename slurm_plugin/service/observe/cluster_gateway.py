@@ -76,8 +76,6 @@ class ClusterGateway:
         self._answers_s: deque[float] = deque(maxlen=STALL_ANSWERS + 1)
         """Times that Slurm took for its last answers, seconds."""
         self.profiles = ProfileDirectory(None)
-        self.with_lanes: Callable[[ClusterSnapshot], ClusterSnapshot] = lambda snapshot: snapshot
-        """Adds the number of lanes that each host is to have on demand."""
         self.beat: Callable[[], object] = lambda: None
         """Called between the steps of a reading, which takes long on a large site."""
         self.gpu_memory_gb: Mapping[str, float] = {}
@@ -120,7 +118,7 @@ class ClusterGateway:
         self.beat()
         agents = self._hub.agents()
         self._parts = parts_by_job(snapshot, agents)
-        snapshot = self.with_lanes(with_leases(snapshot, agents, self._parts))
+        snapshot = with_leases(snapshot, agents, self._parts)
         self.beat()
         # 4. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         self._tunes = tunes_in_force(self._tunes, self._parts)

@@ -143,7 +143,6 @@ def _host(name: str, agent: Agent | None) -> Host:
         report.taken,
         (*report.faults, *_clock_faults(agent)),
         agent.refused,
-        lane_faults=report.lane_faults,
     )
 
 

@@ -18,7 +18,6 @@ from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, FirstStart, HourRow, Start
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
-from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons
 from cadenza.slurm_plugin.service.store import record_codec, schema
 from cadenza.slurm_plugin.service.store.round_deltas import Frame, read_round
 
@@ -116,14 +115,14 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 def host_faults(snapshot: ClusterSnapshot, nodes: Collection[str] | None = None) -> tuple[str, ...]:
-    """Return the faults of the hosts of these nodes, by default of all: silent agents, what agents report, lanes."""
+    """Return the faults of the hosts of these nodes, by default of all: silent agents, and what agents report."""
     hosts = {node.host for node in snapshot.nodes if (node.lane if nodes is None else node.name in nodes)}
     faults: list[str] = []
     for host in snapshot.hosts:
         if not host.agent_alive and host.name in hosts:
             faults.append(f"the agent of {host.name} {host.refused or 'is silent'}")
         elif nodes is None or host.name in hosts:
-            faults += (f"{host.name}: {fault}" for fault in (*host.faults, *missing_reasons(snapshot, host)))
+            faults += (f"{host.name}: {fault}" for fault in host.faults)
     return tuple(faults)
 
 

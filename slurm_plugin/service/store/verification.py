@@ -12,7 +12,6 @@ from cadenza.policies.core.actions import (
     OpenNode,
     Place,
     Release,
-    RemoveNode,
     Requeue,
     Resize,
     Resume,
@@ -20,10 +19,9 @@ from cadenza.policies.core.actions import (
     Size,
     Suspend,
     Unsuspend,
-    WeighNode,
     Yield,
 )
-from cadenza.policies.core.model import ClusterSnapshot, Job, Node
+from cadenza.policies.core.model import ClusterSnapshot, Job
 
 Verdict: TypeAlias = Literal["verified", "failed", "gone"]
 
@@ -51,11 +49,9 @@ def verdict(action: Action, snapshot: ClusterSnapshot, applied_s: float) -> Verd
 
 def _effect(action: Action, snapshot: ClusterSnapshot) -> bool | None:
     """Return whether a snapshot shows an action's effect; None if its job or node is gone."""
-    if isinstance(action, RemoveNode):
-        return all(node.name != action.node for node in snapshot.nodes)
-    if isinstance(action, DrainNode | OpenNode | WeighNode):
+    if isinstance(action, DrainNode | OpenNode):
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
-        return None if node is None else _node_shows(action, node)
+        return None if node is None else node.drained == isinstance(action, DrainNode)
     if isinstance(action, MakeWay):
         return all(snapshot.job(key) is None for key in action.jobs)
     job = snapshot.job(action.job)
@@ -63,12 +59,6 @@ def _effect(action: Action, snapshot: ClusterSnapshot) -> bool | None:
         # The incarnation that we requeued must be over: its successor has another restart count.
         return job is None
     return None if job is None else _job_shows(action, job)
-
-
-def _node_shows(action: DrainNode | OpenNode | WeighNode, node: Node) -> bool:
-    if isinstance(action, WeighNode):
-        return node.weight == action.weight
-    return node.drained == isinstance(action, DrainNode)
 
 
 def _job_shows(action: Action, job: Job) -> bool:

@@ -130,9 +130,7 @@ class Node:
     def __init__(self, name: str | None = None, **changes: Any) -> None:
         self.name = name
         self.changes = changes
-        self.state = "IDLE+DRAIN" if name in {"ours", "theirs", "lane", "node2"} else "IDLE"
-        if name in {"lane", "node2", "fresh"}:
-            self.state += "+DYNAMIC_NORM"
+        self.state = "IDLE+DRAIN" if name in {"ours", "theirs"} else "IDLE"
         self.reason = {"ours": "cadenza: observing", "theirs": "bad fan"}.get(name or "")
         self.reason_user = "root"
 

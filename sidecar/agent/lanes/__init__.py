@@ -1,1 +1,0 @@
-"""Further lanes on demand: each has a slurmd of its own, which the agent starts, watches and ends."""
