@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from math import log2
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,8 @@ def run_tasks(tasks: Sequence[Task], *, quiet: bool) -> list[Outcome]:
         ) as pool,
         progress_bar(quiet=quiet) as bar,
     ):
-        futures: list[Future[Outcome]] = [pool.submit(_run_apart, *row) for row in enumerate(tasks)]
+        # The last ones, in which most jobs can move, take the longest, so they begin first.
+        futures: list[Future[Outcome]] = [pool.submit(_run_apart, *row) for row in reversed([*enumerate(tasks)])][::-1]
         bars = [bar.add_task(str(task.options["label"]), total=jobs) for task in tasks] if bar is not None else []
         if bar is not None:
             bar.start()
@@ -90,18 +90,16 @@ def estimate_s(tasks_of: Callable[[int], Sequence[Task]], jobs: int) -> tuple[fl
     """Return the least and the most wall seconds that ``run_tasks`` is expected to take, and the jobs timed for it.
 
     ``tasks_of`` returns the tasks with as many of the jobs. Their number is doubled until the runs take long enough to
-    tell. The least grows with the number of jobs; the most as the time did with the last doubling, because each round
-    looks at the whole queue, and at most with the square.
+    tell. The least grows with the number of jobs, the most with its square: each round looks at the queue, and the few
+    jobs begin without the one that weeks build up.
     """
-    count, before_s, growth = min(TIMED_JOBS, jobs), 0.0, 1.0
+    count = min(TIMED_JOBS, jobs)
     while True:
         spent_s = [run_task(replace(task, options={**task.options, "quiet": True})).wall_s for task in tasks_of(count)]
-        whole_s = max(*spent_s, sum(spent_s) / _cpus())
-        if before_s:
-            growth = min(max(log2(whole_s / before_s), 1.0), 2.0)
         if sum(spent_s) > TIMED_S or count > jobs / 4:
-            return whole_s * jobs / count, whole_s * (jobs / count) ** growth, count
-        count, before_s = 2 * count, whole_s
+            whole_s = max(*spent_s, sum(spent_s) / _cpus())
+            return whole_s * jobs / count, whole_s * (jobs / count) ** 2, count
+        count *= 2
 
 
 def _cpus() -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -29,6 +30,8 @@ from cadenza.slurm_plugin.history.as_it_was import History, as_it_was, read_hist
 from cadenza.slurm_plugin.history.cluster_nodes import read_hosts, with_lanes
 from cadenza.slurm_plugin.history.job_records import FIELDS, read_job_records
 from cadenza.slurm_plugin.history.site_answers import SiteFacts, read_site
+from cadenza.slurm_plugin.simulations import run_pool
+from cadenza.slurm_plugin.simulations.run_pool import Task
 from cadenza.slurm_plugin.simulations.runs import run_whatif
 
 HERE = Path(__file__).resolve().parent
@@ -729,6 +732,19 @@ def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_sam
     waits = found[0]["mean_wait_s"]
     assert waits["50 % can move"] > 0
     assert found[1]["mean_wait_s"] == waits
+
+
+def test_the_estimate_holds_where_the_queue_that_weeks_build_up_makes_each_round_dearer(monkeypatch):
+    # Up to 2,000 jobs there is no queue, so the time grows with their number; from there on with its square.
+    def took(task, _progress=None):
+        jobs = task.options["jobs"]
+        return SimpleNamespace(wall_s=jobs / 1000 * max(jobs / 2000, 1))
+
+    monkeypatch.setattr(run_pool, "run_task", took)
+    monkeypatch.setattr(run_pool, "_cpus", lambda: 2)
+    low_s, high_s, timed = run_pool.estimate_s(lambda count: [Task({"jobs": count}, (), None)] * 3, 20_000)
+    assert timed == 2000
+    assert low_s < 200 * 3 / 2 <= high_s
 
 
 def test_a_sample_is_a_stretch_of_time_and_says_what_was_drawn(tmp_path):
