@@ -10,7 +10,7 @@ import pytest
 from cluster import PYTHON, ROOT, wait_for
 from harness import KEPT, Cluster
 
-JOB = ROOT / "benchmarks" / "replay" / "defragmentation_job.py"
+JOB = ROOT / "benchmarks" / "moves" / "defragmentation_job.py"
 LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 

@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
+
 from compressed_times import compress
 from replay import settings_text
 from replay_cluster import Cluster, Size, commands

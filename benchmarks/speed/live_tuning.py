@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
+
 from live_tuning_predict import SHARES, Kind, kinds, predicted
 from replay_cluster import USER, Cluster, Size
 

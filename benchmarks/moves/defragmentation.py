@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
+
 from replay_cluster import USER, Cluster, Size
 
 from cluster import PYTHON, ROOT, ClusterError, prepare, wait_for
