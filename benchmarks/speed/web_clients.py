@@ -96,6 +96,8 @@ class Web:
         if not served.stdout.readline().startswith("listening"):
             raise SystemExit("the pages did not start")
         if (child := os.fork()) == 0:
+            # Browsers compute elsewhere: here they get only time that neither the service nor the pages want.
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             with contextlib.suppress(OSError):
                 clients(socket, self.count, self.folder / "clients")
             os._exit(1)
