@@ -9,7 +9,7 @@ SLURM ?= 26.05
 export SLURM
 DEBS := dist/debs$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
-.PHONY: install demo test test-fast test-guide test-metrics test-packages test-sites test-slurm test-upgrade test-vm measure faults soak fuzz lint wheels debs rpms docs clean
+.PHONY: install demo test test-fast test-guide test-metrics test-packages test-sites test-slurm test-upgrade test-vm measure faults soak fuzz lint wheels debs rpms release docs clean
 
 install: $(BIN)/.installed
 
@@ -39,6 +39,10 @@ debs: install
 # RPMs in dist/rpms, with the same files.
 rpms: debs
 	packaging/rpms $(DEBS) $(subst debs,rpms,$(DEBS))
+
+# All of them in dist/release with SHA256SUMS, built twice from clean clones of the last commit; the bytes are the same.
+release: install
+	packaging/release dist/release$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
 # Each wheel in an environment of its own, the client's on every Python from 3.9 on that is found; Debian's packages on a
 # container cluster, and installed by the Ansible role.

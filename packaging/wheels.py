@@ -8,6 +8,9 @@ Usage: packaging/wheels.py FOLDER
 Each file is in one wheel: cadenza-client has what the client imports, cadenza-agent what else the agent imports, and
 cadenza the rest. The library in C that jobs preload is in the agent's wheel, which therefore fits this kind of machine
 only. The metadata are in the setup.cfg of the folders here; the version is that of the tree's setup.cfg.
+
+Two trees with the same files give the same bytes: each file has the date of Debian's changelog, or SOURCE_DATE_EPOCH,
+and a mode of its own, whatever the umask.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from __future__ import annotations
 import ast
 import configparser
 import contextlib
+import os
+import re
 import shutil
+import stat
 import string
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from setuptools import build_meta
@@ -97,14 +104,24 @@ def build(name: str, files: set[Path], folder: Path) -> str:
             shutil.copy(file, copy)
         for file in ("LICENSE", "README.md"):
             shutil.copy(ROOT / file, stage)
+        for copy in Path(stage).rglob("*"):
+            copy.chmod(0o755 if copy.stat().st_mode & stat.S_IXUSR else 0o644)
         metadata = string.Template((ROOT / "packaging" / name / "setup.cfg").read_text())
         Path(stage, "setup.cfg").write_text(metadata.substitute(version=tree["metadata"]["version"], machine=MACHINE))
         with contextlib.chdir(stage), contextlib.redirect_stdout(sys.stderr):
             return build_meta.build_wheel(str(folder))
 
 
+def released() -> int:
+    """Return the date of the newest entry of Debian's changelog, in Unix seconds; dpkg takes the same one."""
+    (date, *_) = re.findall(r"^ -- .+>  (.+)$", (ROOT / "packaging/debian/changelog").read_text(), re.MULTILINE)
+    return int(parsedate_to_datetime(date).timestamp())
+
+
 def main() -> None:
     """Build all wheels into the folder that the command line names."""
+    os.environ.setdefault("SOURCE_DATE_EPOCH", str(released()))
+    os.umask(0o022)
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["make", "--silent", "-C", str(LIBRARY.parent)], check=True)

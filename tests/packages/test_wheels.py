@@ -19,7 +19,7 @@ import pytest
 from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from wheels import imported
+from wheels import PACKAGES, imported
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT, AGENT, WHOLE = "cadenza-client", "cadenza-agent", "cadenza"
@@ -124,6 +124,11 @@ def files(wheel: Path) -> set[str]:
     return {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
+def tracked(*folders: str) -> list[str]:
+    command = ["git", "ls-files", *folders]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def required(wheel: Path) -> list[Requirement]:
     (name,) = (name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     text = ZipFile(wheel).read(name).decode()
@@ -131,15 +136,23 @@ def required(wheel: Path) -> list[Requirement]:
 
 
 def test_each_file_of_the_tree_is_in_one_wheel(wheels: dict[str, Path]) -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files", "policies", "profiler", "sidecar", "slurm_plugin"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
     elsewhere = ("slurm_plugin/spank", "slurm_plugin/lua")
     sources = ("sidecar/agent/addresses/addresses.", "sidecar/agent/addresses/Makefile")
-    installed = {f"cadenza/{file}" for file in tracked if not file.startswith(elsewhere + sources)} | {LIBRARY}
+    ours = [file for file in tracked(*PACKAGES) if not file.startswith(elsewhere + sources)]
+    installed = {f"cadenza/{file}" for file in ours} | {LIBRARY}
     together = [file for wheel in wheels.values() for file in files(wheel)]
     assert sorted(together) == sorted(installed)
+
+
+def test_a_tree_elsewhere_of_another_user_gives_the_same_bytes(wheels: dict[str, Path], tmp_path: Path) -> None:
+    tree = tmp_path / "another" / "place"
+    for name in tracked(*PACKAGES, "packaging", "setup.cfg", "LICENSE", "README.md"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name)
+        (tree / name).chmod(0o600)
+    command, elsewhere = [sys.executable, tree / "packaging/wheels.py", tmp_path], {"TZ": "Asia/Tokyo"}
+    subprocess.run(command, capture_output=True, env={**os.environ, **elsewhere}, umask=0o077, check=True)
+    assert [one.name for one in wheels.values() if (tmp_path / one.name).read_bytes() != one.read_bytes()] == []
 
 
 def test_the_clients_wheel_is_small_and_has_the_client_alone(wheels: dict[str, Path]) -> None:
@@ -179,7 +192,7 @@ def test_the_wheels_take_the_versions_of_the_tree(wheels: dict[str, Path]) -> No
             )
 
 
-def test_the_systems_packages_depend_on_the_same_versions(wheels: dict[str, Path]) -> None:
+def test_the_systems_packages_have_the_same_version_and_depend_on_the_same_ones(wheels: dict[str, Path]) -> None:
     folder = ROOT / "packaging" / "debian"
     control = (folder / "control").read_text().replace("1:1.26", "1.26")  # numpy has an epoch there
     packages = {text.partition("\n")[0]: text for text in control.split("Package: ")[1:]}
@@ -196,7 +209,9 @@ def test_the_systems_packages_depend_on_the_same_versions(wheels: dict[str, Path
                 assert f"{debian} ({version})" in depends
                 assert f"{debian} {version}" in spec
     (version,) = {str(one.specifier) for one in required(wheels[AGENT]) if one.name == CLIENT}
-    assert (folder / "changelog").read_text().startswith(f"cadenza ({version.removeprefix('==')}) ")
+    version = version.removeprefix("==")
+    assert (folder / "changelog").read_text().startswith(f"cadenza ({version}) ")
+    assert f'#define CADENZA_VERSION "{version}"' in (ROOT / "slurm_plugin/spank/cadenza.h").read_text()
 
 
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).name)
