@@ -23,6 +23,7 @@ from cadenza.policies.sharing.state.settings import GandivaSettings, SharingOpti
 from cadenza.sidecar.agent_settings import AgentTable, ExpertTable, Text
 from cadenza.sidecar.config import DEFAULT_PATH, load
 from cadenza.sidecar.metrics_server import ADDRESS
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 MISSED_ROUNDS = 4
@@ -312,5 +313,8 @@ def to_record(settings: Settings) -> str:
 
 
 def from_record(text: str) -> Settings:
-    """Return the settings of :func:`to_record`."""
-    return msgspec.json.decode(text, type=Settings)
+    """Return the settings of :func:`to_record`; raise StoreError for others."""
+    try:
+        return msgspec.json.decode(text, type=Settings)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"the settings of a round on record cannot be read: {error}") from None

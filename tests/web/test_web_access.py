@@ -7,9 +7,11 @@ import os
 import pwd
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,6 +261,29 @@ def test_a_store_that_is_gone_is_said_and_its_path_is_not(tmp_path: Path) -> Non
     assert answer.status == 503
     assert "the service&#39;s record cannot be read" in answer.text
     assert str(tmp_path) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "path"),
+    [
+        ("UPDATE settings SET text = '{'", "/"),
+        ("UPDATE switches SET total_s = 'x'", "/"),
+        ("UPDATE leases SET gpus = '['", "/hosts/n1"),
+        ("UPDATE leases SET to_s = 'x'", "/hosts/n1"),
+        ("UPDATE hours SET gpu_s = 'x'", "/jobs/1"),
+        ("DROP TABLE effects", "/report"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_said_as_well(
+    tmp_path: Path, damage: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(sqlite3.connect(record(tmp_path))) as link:
+        link.execute(damage)
+        link.commit()
+    monkeypatch.setattr(viewers, "peer_uid", lambda _: 0)
+    with serving(tmp_path / "cadenza.db", str(tmp_path / "web.sock")) as found:
+        answer = found.get(path)
+    assert (answer.status, "record cannot be read" in answer.text) == (503, True)
 
 
 def test_before_the_first_round_there_is_a_sentence(tmp_path: Path) -> None:

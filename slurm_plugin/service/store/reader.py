@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -226,12 +227,11 @@ class StoreReader:
         """Return actions, newest first; of a job also those on several jobs, whose rows have the first one's number."""
         if job is None:
             return self._table("actions", "at_s", ActionRow, (since_s, job, limit))
-        rows = self._rows(
+        query = (
             "SELECT * FROM actions WHERE at_s >= ? AND (job = ? OR (kind IN ('MakeWay', 'Pack') AND EXISTS (SELECT 1"
-            " FROM json_each(action, '$.jobs') WHERE json_extract(value, '$[0]') = ?))) ORDER BY id DESC LIMIT ?",
-            (since_s, job, job, limit),
+            " FROM json_each(action, '$.jobs') WHERE json_extract(value, '$[0]') = ?))) ORDER BY id DESC LIMIT ?"
         )
-        return tuple(_struct(row, ActionRow) for row in rows)
+        return self._structs(ActionRow, query, (since_s, job, job, limit))
 
     def switches(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[SwitchRow, ...]:
         """Return yields and resumes, newest first."""
@@ -239,13 +239,12 @@ class StoreReader:
 
     def largest_state(self) -> LargestState | None:
         """Return the largest state on record; None before a job has yielded."""
-        rows = self._rows(
+        query = (
             "SELECT job, bytes, (SELECT total(bytes) / total(copy_s) FROM switches"
             " WHERE kind = 'checkpoint' AND bytes > 0 AND copy_s > 0) AS saved_bytes_s"
-            " FROM switches WHERE kind IN ('yield', 'checkpoint') AND bytes > 0 ORDER BY bytes DESC LIMIT 1",
-            (),
+            " FROM switches WHERE kind IN ('yield', 'checkpoint') AND bytes > 0 ORDER BY bytes DESC LIMIT 1"
         )
-        return _struct(rows[0], LargestState) if rows else None
+        return next(iter(self._structs(LargestState, query)), None)
 
     def leases(
         self, since_s: float = 0.0, job: int | None = None, limit: int = 100_000, host: str | None = None
@@ -263,40 +262,30 @@ class StoreReader:
         self, since_s: float = 0.0, until_s: float = float("inf"), job: int | None = None, limit: int = 1_000_000
     ) -> tuple[Effect, ...]:
         """Return the effects of decisions on jobs, newest first."""
-        rows = self._rows(
+        query = (
             "SELECT * FROM effects WHERE at_s >= ? AND at_s < ? AND (? IS NULL OR job = ?)"
-            " ORDER BY at_s DESC, decision DESC, job LIMIT ?",
-            (since_s, until_s, job, job, limit),
+            " ORDER BY at_s DESC, decision DESC, job LIMIT ?"
         )
-        return tuple(_struct(row, Effect) for row in rows)
+        return self._structs(Effect, query, (since_s, until_s, job, job, limit))
 
     def job_hours(self, job: int) -> tuple[HourRow, ...]:
         """Return GPU time and waiting of one job, hour by hour."""
-        rows = self._rows("SELECT * FROM hours WHERE job = ? ORDER BY restart, hour", (job,))
-        return tuple(_struct(row, HourRow) for row in rows)
+        return self._structs(HourRow, "SELECT * FROM hours WHERE job = ? ORDER BY restart, hour", (job,))
 
     def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
         """Return GPU time and waiting of jobs in the hours that begin within a period."""
-        rows = self._rows(
-            "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour",
-            (since_s / HOUR_S, until_s / HOUR_S),
-        )
-        return tuple(_struct(row, HourRow) for row in rows)
+        query = "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour"
+        return self._structs(HourRow, query, (since_s / HOUR_S, until_s / HOUR_S))
 
     def starts(self, since_s: float, until_s: float) -> tuple[Start, ...]:
         """Return the starts on further lanes that may have saved waiting within a period."""
-        rows = self._rows(
-            "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job", (until_s, since_s)
-        )
-        return tuple(_struct(row, Start) for row in rows)
+        query = "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job"
+        return self._structs(Start, query, (until_s, since_s))
 
     def first_starts(self, since_s: float, until_s: float) -> tuple[FirstStart, ...]:
         """Return the jobs that had started before the end of a period, and had not ended at its beginning."""
-        rows = self._rows(
-            "SELECT * FROM first_starts WHERE at_s < ? AND (ended_s IS NULL OR ended_s >= ?) ORDER BY job",
-            (until_s, since_s),
-        )
-        return tuple(_struct(row, FirstStart) for row in rows)
+        query = "SELECT * FROM first_starts WHERE at_s < ? AND (ended_s IS NULL OR ended_s >= ?) ORDER BY job"
+        return self._structs(FirstStart, query, (until_s, since_s))
 
     def last_number(self) -> int:
         """Return the number of the last round on record; 0 before the first."""
@@ -338,7 +327,7 @@ class StoreReader:
         where, values = ("", ()) if job is None else ("WHERE job = ?", (job,))
         found: list[R] = []
         older = 0
-        try:
+        with self._sound():
             query = f"SELECT * FROM {table} {where} ORDER BY id DESC"  # noqa: S608 (names are ours)
             for row in self._link.execute(query, values):
                 older = older + 1 if row[column] < since_s else 0
@@ -346,14 +335,23 @@ class StoreReader:
                     break
                 if not older and (host is None or row["host"] == host):
                     found.append(_struct(row, kind))
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"{self.path}: {error}") from None
         return tuple(found)
 
+    def _structs(self, kind: type[R], query: str, values: tuple[Any, ...] = ()) -> tuple[R, ...]:
+        rows = self._rows(query, values)
+        with self._sound():
+            return tuple(_struct(row, kind) for row in rows)
+
     def _rows(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
-        try:
+        with self._sound():
             return self._link.execute(query, values).fetchall()
-        except sqlite3.DatabaseError as error:
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Raise StoreError for what sqlite does not read, and for rows of another content than they had."""
+        try:
+            yield
+        except (sqlite3.DatabaseError, *record_codec.UNREADABLE) as error:
             raise StoreError(f"{self.path}: {error}") from None
 
 
