@@ -45,8 +45,8 @@ release: install
 	packaging/release dist/release$(addprefix -,$(filter-out 26.05,$(SLURM)))
 
 # Each wheel in an environment of its own, the client's on every Python from 3.9 on that is found; Debian's packages on a
-# container cluster, and installed by the Ansible role.
-test-packages: debs $(BIN)/.ansible
+# container cluster, and installed by the Ansible role; before them the comparison of two builds.
+test-packages: debs release $(BIN)/.ansible
 	$(BIN)/python -m pytest tests/packages -m packages
 
 $(BIN)/.ansible: $(BIN)/.installed
