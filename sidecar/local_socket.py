@@ -74,7 +74,13 @@ class LocalSocket:
                 continue
             with self._counting:
                 self._clients[uid] += 1
-            threading.Thread(target=self._serve, args=(client, uid), name="cadenza-jobs-client", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(client, uid), name="cadenza-jobs-client", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has none to spare
+                client.close()
+                with self._counting:
+                    self._clients[uid] -= 1
 
     def _serve(self, client: socket.socket, uid: int) -> None:
         try:

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ ADDRESS = r"^(.+:\d{1,5})?$"
 REQUEST_S = 5.0
 """Longest wait for the next bytes of a request."""
 MAX_REQUESTS = 8
-"""Requests that are answered at once; further connections are closed."""
+"""Connections that are open at once; a further one ends the oldest: a slow client keeps nobody out."""
 
 
 def new_registry(key: str) -> CollectorRegistry:
@@ -60,7 +61,10 @@ class MetricsServer(ThreadingTCPServer):
         """``illness`` returns why the daemon is not well, "" if it is. Raise ConfigError for a bad address."""
         host, _, port = address.rpartition(":")
         self.registry, self.illness = registry, illness
-        self._places = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._links: list[socket.socket] = []
+        """The open connections, the oldest first."""
+        self._counting = threading.Lock()
+        self._room = threading.BoundedSemaphore(2 * MAX_REQUESTS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -84,18 +88,33 @@ class MetricsServer(ThreadingTCPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a request, or close the connection while there are too many."""
-        if not self._places.acquire(blocking=False):
+        """Start a thread for a request; close it while there are too many, whose answers are being made."""
+        if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        with self._counting:
+            if len(self._links) >= MAX_REQUESTS:
+                with suppress(OSError):  # its thread closes it
+                    self._links.pop(0).shutdown(socket.SHUT_RDWR)
+            self._links.append(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one request."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._room.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._counting, suppress(ValueError):
+            self._links.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Note that a connection broke."""

@@ -81,8 +81,11 @@ class JobAccess:
         try:
             entry = pwd.getpwnam(name)
         except KeyError:  # Slurm's users need not be known here
-            return self._by_slurm(name)
-        return self._by_slurm(name) if entry.pw_uid == 0 else self._of_entry(entry)
+            entry = None
+        if name.casefold() == "root" or (entry is not None and entry.pw_uid == 0):
+            # Slurm's accounting has a root that is an Administrator, and this need not be the same person.
+            return self._by_slurm(name)._replace(everything=False, accounts=frozenset())
+        return self._by_slurm(name) if entry is None else self._of_entry(entry)
 
     def relayed(self, uid: int, here: Collection[str] | None) -> Viewer | None:
         """Return the user that an agent asks for; None for one that it may not ask for.

@@ -6,8 +6,10 @@ import dataclasses
 import inspect
 import re
 import socket
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from random import Random
@@ -35,6 +37,7 @@ from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.main import _metrics_server
+from cadenza.slurm_plugin.service.metrics import cluster_gauges
 from cadenza.slurm_plugin.service.metrics.cluster_gauges import cluster_metrics
 from cadenza.slurm_plugin.service.metrics.round_metrics import RULES, RoundMetrics
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
@@ -183,8 +186,8 @@ def test_a_scrape_waits_for_no_round(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
 def test_clients_that_say_nothing_cost_a_few_threads(rig: Rig) -> None:
     assert rig.loop.round()
     idle = [socket.create_connection(rig.server.server_address[:2], timeout=10) for _ in range(MAX_REQUESTS)]
-    with socket.create_connection(rig.server.server_address[:2], timeout=10) as one_more:
-        assert one_more.recv(1) == b"", "it is closed at once"
+    with socket.create_connection(rig.server.server_address[:2], timeout=10):
+        assert idle[0].recv(1) == b"", "the oldest makes room"
     for one in idle:
         one.close()
 
@@ -195,6 +198,37 @@ def test_clients_that_say_nothing_cost_a_few_threads(rig: Rig) -> None:
             return False
 
     eventually(served)
+
+
+def test_no_thread_to_spare_costs_one_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", none)
+        for _ in range(3 * MAX_REQUESTS):
+            with socket.create_connection(rig.server.server_address[:2], timeout=10) as link:
+                assert link.recv(1) == b""
+    assert ask(rig.server, "/healthz")[0] == 503
+
+
+def test_clients_that_send_a_byte_now_and_then_keep_nobody_out(rig: Rig) -> None:
+    slow = [socket.create_connection(rig.server.server_address[:2]) for _ in range(3 * MAX_REQUESTS)]
+    for link in slow:
+        with suppress(OSError):  # its place may have gone to a later one
+            link.sendall(b"G")
+    assert ask(rig.server, "/healthz")[0] == 503
+    for link in slow:
+        link.close()
+
+
+def test_a_record_that_cannot_be_read_leaves_the_other_figures(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.loop.round()
+    with closing(sqlite3.connect(rig.folder / "damaged.db")) as link:
+        link.execute("PRAGMA user_version=5")
+    monkeypatch.setattr(cluster_gauges, "open_readonly", lambda _: sqlite3.connect(rig.folder / "damaged.db"))
+    status, text = ask(rig.server, "/metrics")
+    assert (status, "cadenza_jobs" in text, "store_oldest" in text) == (200, True, False)
 
 
 def test_without_the_library_an_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +268,14 @@ def test_the_number_of_series_is_that_of_a_small_site() -> None:
         for hosts in (3, 300)
     )
     assert few == many < 50
+
+
+def test_the_order_in_which_a_user_names_partitions_makes_no_series() -> None:
+    names = ("gpu,long", "gpu,debug,long", "gpu,long,debug", "gpu")
+    waiting = [job(at, state="PENDING", nodes=(), start_s=None, partition=name) for at, name in enumerate(names, 1)]
+    families = cluster_metrics(of_round(ClusterSnapshot(100.0, (node("n1"),), tuple(waiting))), Memory(), {"gpu"})
+    (found,) = (family.samples for family in families if family.name == "cadenza_jobs")
+    assert [(one.labels, one.value) for one in found] == [({"partition": "gpu", "state": "queued"}, 4)]
 
 
 def test_gpus_that_idle_beside_a_job_that_would_fit_are_told_apart() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -126,6 +127,19 @@ def test_a_user_who_keeps_connections_open_delays_nobody_else(site: Path, monkey
             ask(site / "jobs.sock", 1, 20)
         greedy[0].sendall(b'{"job":1}\n')
         assert json.loads(greedy[0].recv(65536))["record"]["reason"] == "waits"
+
+
+def test_no_thread_to_spare_costs_one_request(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(10)
+            link.connect(str(site / "jobs.sock"))
+            assert link.recv(1) == b""
+    assert ask(site / "jobs.sock", 1, 20).reason == "waits"
 
 
 def test_a_request_that_comes_byte_by_byte_has_its_time(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

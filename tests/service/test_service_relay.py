@@ -183,6 +183,13 @@ def test_an_answer_too_large_for_the_link_says_so(site: tuple[Path, Hub], monkey
     assert "too large to be sent" in told(site, "login1", NOBODY, '{"job":null}').error
 
 
+@pytest.mark.parametrize("name", ["root", "ROOT"])
+def test_the_root_of_slurms_accounting_is_not_one_whom_a_proxy_names(slurm: Path, tmp_path: Path, name: str) -> None:
+    (slurm / QUESTION.format(name)).write_text("root|Administrator|lab\n")
+    viewer = JobAccess(tmp_path / "none.db", SystemClock()).of_name(name)
+    assert viewer == Viewer(name, ids=True, hosts=True)
+
+
 def test_slurm_says_who_sees_the_jobs_of_others(slurm: Path, tmp_path: Path) -> None:
     access = JobAccess(tmp_path / "none.db", SystemClock())
     shown = {"ids": True, "hosts": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -94,7 +95,7 @@ class ClusterGauges(Collector):
             with closing(open_readonly(self._from.store)) as link:
                 row = link.execute("SELECT at_s FROM rounds ORDER BY number LIMIT 1").fetchone()
                 oldest_s = row[0] if row else inf
-        except (StoreError, OSError):
+        except (StoreError, sqlite3.Error, OSError):
             pass
         yield _gauge("store_bytes", "Size of the record", (), {(): size})
         if oldest_s < inf:
@@ -130,7 +131,9 @@ def _jobs(report: RoundReport, memory: Memory) -> Rows:
     found: Counter[tuple[str, ...]] = Counter()
     for job in report.snapshot.jobs:
         if job.opted_in and (state := _job_state(job, job.key.id in moving)):
-            found[job.partition, "left_alone" if job.key in report.left_alone else state] += 1
+            # A job that waits may name several, in any order: each list would be a series of its own.
+            partition = job.partition.partition(",")[0]
+            found[partition, "left_alone" if job.key in report.left_alone else state] += 1
     return found
 
 
