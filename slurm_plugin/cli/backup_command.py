@@ -9,7 +9,7 @@ import sqlite3
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import click
@@ -19,6 +19,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.sidecar.clock import SystemClock, local
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, say
+from cadenza.slurm_plugin.errors import StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.schema import MODE, open_readonly, open_writable, put_aside, read_undo
@@ -75,25 +76,22 @@ def _save(file: Path, config: Path, *, dry_run: bool) -> None:
         say(*(str(path) for _, path in paths), str(store))
         return
     manifest = Manifest(SystemClock().now(), os.uname().nodename, str(config), str(store), str(keys))
-    draft = file.with_name(f".{file.name}.new")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "store.db"
-            _copy_store(store, copy)
-            draft.unlink(missing_ok=True)
-            draft.touch(SECRET, exist_ok=False)
-            with tarfile.open(draft, "w:gz") as archive:
-                text = msgspec.json.encode(manifest)
-                head = tarfile.TarInfo("manifest.json")
-                head.size = len(text)
-                archive.addfile(head, io.BytesIO(text))
-                for name, path in paths:
-                    archive.add(path, name, recursive=False)
-                archive.add(copy, "store/cadenza.db")
-        draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file} is no file that a backup could take the place of")
+    draft = _draft(file)
+    with _gone_on_error(draft), tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "store.db"
+        _copy_store(store, copy)
+        # A file of a site's may be a link, which elsewhere leads nowhere.
+        with tarfile.open(draft, "w:gz", dereference=True) as archive:
+            text = msgspec.json.encode(manifest)
+            head = tarfile.TarInfo("manifest.json")
+            head.size = len(text)
+            archive.addfile(head, io.BytesIO(text))
+            for name, path in paths:
+                archive.add(path, name, recursive=False)
+            archive.add(copy, "store/cadenza.db")
+        _replace(draft, file)
     say(f"{file}: {len(paths)} files and the store, {file.stat().st_size / 1e6:.1f} MB")
 
 
@@ -143,17 +141,20 @@ def _restore(file: Path, config: Path, *, dry_run: bool) -> None:
             lock.take()
         try:
             for name, data in members.items():
-                kind, _, rest = name.partition("/")
-                owner = store.parent if rest.endswith("_secret") else None
-                _write(places[kind] / rest, data, owner, now_s, dry_run=dry_run)
+                kind, *rest = PurePosixPath(name).parts
+                owner = store.parent if name.endswith("_secret") else None
+                _write(places[kind].joinpath(*rest), data, owner, now_s, dry_run=dry_run)
             if dry_run:
                 say(str(store))
                 return
-            if store.exists():
-                say(f"{store}: the one before is {put_aside(store, now_s)}")
-            shutil.copyfile(copy, store)
-            store.chmod(MODE)
-            _give(store.parent, store, lock.path)
+            draft = _draft(store)
+            with _gone_on_error(draft):
+                shutil.copyfile(copy, draft)
+                draft.chmod(MODE)
+                _give(store.parent, draft, lock.path)
+                if any(store.with_name(store.name + suffix).exists() for suffix in ("", "-wal", "-shm")):
+                    say(f"{store}: the one before is {put_aside(store, now_s)}")
+                _replace(draft, store)
         finally:
             lock.release()
     say(f"restored; `cadenza release --all` undoes what {store} has on record, or start cadenzad to go on with it")
@@ -208,21 +209,49 @@ def _write(path: Path, data: bytes, owner: Path | None, now_s: float, *, dry_run
 
     ``owner``: a folder of the service's user, for files that it alone reads.
     """
-    if path.exists() and path.read_bytes() == data:
+    if path.is_file() and path.read_bytes() == data:
         return
     say(str(path))
     if dry_run:
         return
     made = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        path.rename(path.with_name(f"{path.name}.aside-{int(now_s)}"))
-    path.touch(SECRET, exist_ok=False)
-    path.write_bytes(data)
-    if owner is None:
-        path.chmod(PLAIN)
-    else:
-        _give(owner, path, *([path.parent] if made else []))
+    draft = _draft(path)
+    with _gone_on_error(draft):
+        draft.write_bytes(data)
+        if owner is None:
+            draft.chmod(PLAIN)
+        else:
+            _give(owner, draft, *([path.parent] if made else []))
+        if os.path.lexists(path):
+            path.rename(path.with_name(f"{path.name}.aside-{int(now_s)}"))
+        _replace(draft, path)
+
+
+def _draft(path: Path) -> Path:
+    """Make the file that is written before it takes its place at once; nobody else can read it."""
+    draft = path.with_name(f".{path.name}.new")
+    draft.unlink(missing_ok=True)
+    draft.touch(SECRET, exist_ok=False)
+    return draft
+
+
+@contextmanager
+def _gone_on_error(draft: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        if isinstance(error, sqlite3.Error) or (isinstance(error, OSError) and error.filename is None):
+            raise StoreError(f"{draft}: {error}") from None  # as on a full disk
+        raise
+
+
+def _replace(draft: Path, path: Path) -> None:
+    """Give a file that is on the disk its place."""
+    with draft.open("rb") as written:
+        os.fsync(written.fileno())
+    draft.replace(path)
 
 
 def _give(owner: Path, *paths: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import shutil
+import sqlite3
 import tarfile
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner
 
+from cadenza.slurm_plugin.cli import backup_command
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.errors import AlreadyRunningError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
@@ -131,3 +135,88 @@ def test_a_damaged_store_is_not_restored(controller: Controller) -> None:
             target.addfile(member, io.BytesIO(data))
     assert "its store is damaged" in run("backup", damaged, "--restore", "--config", controller.config, code=2)
     assert controller.files() == controller.before
+
+
+def test_settings_and_keys_that_are_links_are_saved_as_files(controller: Controller) -> None:
+    real = controller.home.with_name("cadenza.toml")
+    controller.config.rename(real)
+    controller.config.symlink_to(real)
+    second = controller.keys / "agents" / "n2.key"
+    second.hardlink_to(controller.keys / "agents" / "n1.key")
+    before = controller.files()
+    run("backup", controller.file, "--config", controller.config)
+    controller.lost()
+    real.unlink()
+    run("backup", controller.file, "--restore", "--config", controller.config)
+    assert controller.files() == before
+
+
+def test_a_link_that_leads_nowhere_makes_room(controller: Controller) -> None:
+    run("backup", controller.file, "--config", controller.config)
+    controller.config.unlink()
+    controller.config.symlink_to(controller.home / "none")
+    run("backup", controller.file, "--restore", "--config", controller.config)
+    assert controller.files() == controller.before
+
+
+def test_a_full_disk_leaves_what_was_there(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("backup", controller.file, "--config", controller.config)
+    (controller.home / "conf.d" / "site.toml").write_text("[service]\npoll_s = 9.0\n")
+    store = controller.store.read_bytes()
+
+    def full(*paths: Path) -> None:
+        Path(paths[-1]).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(paths[-1]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        run("backup", controller.file, "--restore", "--config", controller.config, code=3)
+    assert controller.store.read_bytes() == store
+    controller.config.write_text("# other\n" + controller.config.read_text())
+    before = controller.files()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", _full)
+        run("backup", controller.file, "--restore", "--config", controller.config, code=3)
+    assert controller.files() == before
+
+
+def _full(path: Path, _data: bytes) -> int:
+    with path.open("wb") as out:
+        out.write(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_a_device_is_not_replaced(controller: Controller) -> None:
+    pipe = controller.file.with_name("pipe")
+    os.mkfifo(pipe)
+    assert "no file that a backup" in run("backup", pipe, "--config", controller.config, code=2)
+    assert pipe.is_fifo()
+
+
+def test_a_name_with_an_empty_part_stays_below_its_folder(controller: Controller) -> None:
+    run("backup", controller.file, "--config", controller.config)
+    outside, other = controller.home.with_name("evil"), controller.file.with_name("other.tar.gz")
+    with tarfile.open(controller.file) as source, tarfile.open(other, "w:gz") as target:
+        for member in source:
+            target.addfile(member, source.extractfile(member))
+        target.addfile(tarfile.TarInfo(f"config/{outside}"), io.BytesIO())
+    run("backup", other, "--restore", "--config", controller.config)
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database or disk is full")]
+)
+def test_a_backup_for_which_there_is_no_room_leaves_the_one_before(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    run("backup", controller.file, "--config", controller.config)
+    before = controller.file.read_bytes()
+
+    def full(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(backup_command, "_copy_store", full)
+    assert str(fault) in run("backup", controller.file, "--config", controller.config, code=3)
+    assert controller.file.read_bytes() == before
+    assert [path.name for path in controller.file.parent.glob(".*")] == []
