@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections import defaultdict
 
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,6 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cadenza.sidecar.local_socket import peer_uid
 from cadenza.slurm_plugin.service.job_access import NAME, JobAccess, Viewer
 
+MAX_CONNECTIONS, SPARE = 512, 64
+"""Connections at once, of all users, and those of them that are left for new ones."""
 USER_HEADER = "X-Remote-User"
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 """Names of this machine in a browser on it, or at the end of a tunnel. A page of another site may have its own name
@@ -27,14 +30,33 @@ class PageRefusedError(Exception):
 
 
 class PeerProtocol(H11Protocol):
-    """HTTP over a socket whose other end the kernel names; a request has the uid in its state."""
+    """HTTP over a socket whose other end the kernel names; a request has the uid in its state.
+
+    Where few connections are left, the user with the most of them loses the oldest, so that no user keeps others out.
+    """
+
+    uid: int | None = None
+    since_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Ask the kernel who has connected."""
         super().connection_made(transport)
         link = transport.get_extra_info("socket")
+        self.since_s = self.loop.time()
         if link.family == socket.AF_UNIX:
-            self.app_state = {**self.app_state, "uid": peer_uid(link)}
+            self.uid = peer_uid(link)
+            self.app_state = {**self.app_state, "uid": self.uid}
+        if len(self.connections) > MAX_CONNECTIONS - SPARE:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        mine: defaultdict[int | None, list[PeerProtocol]] = defaultdict(list)
+        for one in self.connections:
+            if isinstance(one, PeerProtocol) and not one.transport.is_closing():
+                mine[one.uid].append(one)
+        most = max(mine.values(), key=len, default=[])
+        if most:
+            min(most, key=lambda one: one.since_s).transport.abort()
 
 
 class Viewers:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -267,9 +268,12 @@ def whatifs(site: Site, reader: StoreReader, asked: Question) -> Page:
     """Return the list of the saved what-ifs."""
     del reader
     _only_everything(asked.viewer)
-    files = site.whatifs.iterdir() if site.whatifs is not None else ()
-    pages = [path for path in files if WHATIF.fullmatch(path.name) and path.is_file()]
-    found = sorted(((local(path.stat().st_mtime), path.name) for path in pages), reverse=True)
+    try:
+        files = site.whatifs.iterdir() if site.whatifs is not None else ()
+        pages = [path for path in files if WHATIF.fullmatch(path.name) and path.is_file()]
+        found = sorted(((local(path.stat().st_mtime), path.name) for path in pages), reverse=True)
+    except OSError as error:
+        raise PageRefusedError(503, f"{site.whatifs}: {error.strerror}") from None
     return Page("whatifs.html", {"folder": site.whatifs, "found": found})
 
 
@@ -277,9 +281,10 @@ def saved_page(site: Site, asked: Question) -> bytes:
     """Return a saved page as it is; raise PageRefusedError for any other file."""
     _only_everything(asked.viewer)
     path = site.whatifs / asked.name if site.whatifs is not None and WHATIF.fullmatch(asked.name) else None
-    if path is None or path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PAGE:
-        raise PageRefusedError(404, "no saved page of this name")
-    return path.read_bytes()
+    with suppress(OSError):  # it is gone, or not for this process
+        if path is not None and not path.is_symlink() and path.is_file() and path.stat().st_size <= MAX_PAGE:
+            return path.read_bytes()
+    raise PageRefusedError(404, "no saved page of this name")
 
 
 def local_second(at_s: float) -> str:

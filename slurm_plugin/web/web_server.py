@@ -24,10 +24,10 @@ from cadenza.slurm_plugin.report.draw import DARK, LIGHT
 from cadenza.slurm_plugin.report.units import NARROW
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.web import web_pages
-from cadenza.slurm_plugin.web.viewers import PageRefusedError, PeerProtocol, Viewers
+from cadenza.slurm_plugin.web.viewers import MAX_CONNECTIONS, PageRefusedError, PeerProtocol, Viewers
 from cadenza.slurm_plugin.web.web_pages import PageMaker, Question, Site
 
-MAX_KEPT, MAX_CONNECTIONS = 256, 512
+MAX_KEPT = 256
 MAX_TEXT = 4000
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "

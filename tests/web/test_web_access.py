@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.web import viewers, web_pages
+from cadenza.slurm_plugin.web import viewers, web_pages, web_server
 
 PUBLIC = ("/", "/turns", "/hosts/n1", "/hosts/n2")
 PATHS = (*PUBLIC, "/jobs/1", "/jobs/2", "/jobs/4", "/report", "/whatif", "/whatif/w.html")
@@ -139,6 +139,34 @@ def test_at_a_port_nobody_has_a_name(store: Path) -> None:
         assert found.get("/whatif").status == 403
         assert found.get("/", ("Host", "evil.example.org")).status == 421, "its name may lead here"
         assert found.get("/", ("Host", "localhost:8852")).status == 200
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"]
+)
+def test_a_user_with_many_connections_keeps_no_other_out(
+    store: Path, tmp_path: Path, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers, "MAX_CONNECTIONS", 96)
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 96)
+    users = itertools.chain([pwd.getpwnam("daemon").pw_uid], itertools.repeat(pwd.getpwnam("nobody").pw_uid, 200))
+    monkeypatch.setattr(viewers, "peer_uid", lambda _: next(users, 0))
+    with serving(store, str(tmp_path / "web.sock")) as found, ExitStack() as stack:
+        links = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(201)]
+        for link in links:
+            link.connect(found.listen)
+            with suppress(OSError):
+                link.sendall(said)
+        assert "root, all jobs" in found.get("/").text
+        links[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" if not said else b"\r\n")
+        assert links[0].recv(12) == b"HTTP/1.1 200", "the oldest connection of all, of a user with one"
+
+
+def test_a_folder_of_whatifs_that_is_gone_is_said(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "peer_uid", lambda _: 0)
+    with serving(store, str(tmp_path / "web.sock"), tmp_path / "none") as found:
+        assert found.get("/whatif").status == 503
+        assert found.get("/whatif/w.html").status == 404
 
 
 def test_hostile_names_stay_text(pages: Pages, admin: str) -> None:
