@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import stat
 import subprocess
@@ -88,6 +90,32 @@ def test_keygen_rotates_a_key_and_keeps_the_one_that_the_agent_has(tmp_path: Pat
     assert old.read_text() == first, "the agent may not have come with the second"
     made("--force")
     assert not old.exists()
+
+
+@pytest.mark.parametrize("words", [("--rotate",), ("--force", "n1"), ("--force",)])
+def test_keys_for_which_there_is_no_room_leave_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    assert run("keygen", "n1", "--out", str(tmp_path)).exit_code == 0
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(folder: str | Path, name: str) -> None:
+        path = Path(folder) / f"{name}.key"
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    before = files()
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.auth, "create_certificates", full)
+        assert run("keygen", *words, "--out", str(tmp_path)).exit_code == 3
+    assert files() == before
+    if os.geteuid() == 0:
+        secret = tmp_path / "service.key_secret"
+        os.chown(secret, 65534, 65534)
+        assert run("keygen", "--force", "--out", str(tmp_path)).exit_code == 0
+        assert (secret.stat().st_uid, secret.stat().st_mode & 0o777) == (65534, 0o600), "the service still reads it"
 
 
 def test_keygen_rotates_the_keys_of_all_hosts(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,22 +118,30 @@ def make_keys(folder: Path, hosts: Collection[str], *, rotate: bool = False, for
         written += _write_pair(folder, SERVICE)
     for host in hosts:
         current, replaced = agents / f"{host}{PUBLIC}", agents / f"{host}{REPLACED}"
-        if rotate and current.exists() and not replaced.exists():
-            current.rename(replaced)
-        elif force:
+        kept = replaced if rotate and current.exists() and not replaced.exists() else None
+        written += _write_pair(agents, host, kept)
+        if force and kept is None:
             replaced.unlink(missing_ok=True)
-        written += _write_pair(agents, host)
     return written
 
 
-def _write_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a key pair; no other user can read the secret half at any time."""
+def _write_pair(folder: Path, name: str, kept: Path | None = None) -> tuple[Path, Path]:
+    """Write a key pair, and keep the public key before it as ``kept``; on an error the pair before it stays.
+
+    No other user can read the secret half at any time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
-    for path, mode in ((public, 0o644), (secret, 0o600)):
-        # zmq writes into existing files, so their mode applies from the first byte on.
-        path.touch()
-        path.chmod(mode)
-    zmq.auth.create_certificates(folder, name)
-    secret.chmod(0o600)
-    return public, secret
+    paths = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as drafts:
+        zmq.auth.create_certificates(drafts, name)
+        for path, mode in zip(paths, (0o644, 0o600), strict=True):
+            draft = Path(drafts, path.name)
+            draft.chmod(mode)
+            if path.exists():
+                before = path.stat()
+                os.chown(draft, before.st_uid, before.st_gid)
+        if kept is not None:
+            paths[0].rename(kept)
+        for path in paths:
+            Path(drafts, path.name).replace(path)
+    return paths
