@@ -24,7 +24,7 @@ ADDRESS = r"^(.+:\d{1,5})?$"
 REQUEST_S = 5.0
 """Longest wait for the next bytes of a request."""
 MAX_REQUESTS = 8
-"""Connections that are open at once; a further one ends the oldest: a slow client keeps nobody out."""
+"""Connections that are open at once; a further one ends the oldest, so that slow clients do not keep others out."""
 
 
 def new_registry(key: str) -> CollectorRegistry:

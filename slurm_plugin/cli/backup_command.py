@@ -229,7 +229,7 @@ def _write(path: Path, data: bytes, owner: Path | None, now_s: float, *, dry_run
 
 
 def _draft(path: Path) -> Path:
-    """Make the file that is written before it takes its place at once; nobody else can read it."""
+    """Make the file that is written before it takes its place at once; only its owner can read it."""
     draft = path.with_name(f".{path.name}.new")
     draft.unlink(missing_ok=True)
     draft.touch(SECRET, exist_ok=False)
