@@ -665,7 +665,7 @@ def test_a_file_of_slurms_has_bytes_of_users(tmp_path, data, text):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (gzip.compress(b"{}"), "--sacct: '.*/jobs' is compressed: unpack it first"),
+        (gzip.compress(b"{}", mtime=0), "--sacct: '.*/jobs' is compressed: unpack it first"),
         (b" \n", "--sacct: '.*/jobs' is empty"),
         (b'{"jobs":[{"job_id":1,"job_state":["RUNNING"]}]}', "these jobs are of squeue or scontrol"),
         (b'{"jobs":[],"errors":[{"description":"Access denied"}]}', "sacct found no jobs; its error: Access denied"),
