@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -67,7 +68,8 @@ def packets(draw: st.DrawFn) -> bytes:
 
 
 def told_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each process live, and belong to the job of its pid's tens."""
+    """Let each process live, and belong to the job of its pid's tens; no file waits for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(membership, "belongs", lambda pid, lease: pid // 10 == lease.job)
     for module in (membership, job_side):
         monkeypatch.setattr(module, "start_ticks", lambda _: 1)

@@ -120,10 +120,20 @@ def rank(number: int, folder: Path, forgets: str) -> None:
     distributed.barrier()
 
 
-@pytest.mark.parametrize("forgets", ["client.checkpoint()", "restore()", "save()"])
-def test_a_rank_that_does_not_make_a_call_is_named(tmp_path: Path, forgets: str) -> None:
-    assert wait(*(fork(rank, number, tmp_path, forgets) for number in range(2))) == [0, 0]
-    first, second = ((tmp_path / f"told-{forgets}-{number}").read_text() for number in range(2))
+FORGOTTEN = ("client.checkpoint()", "restore()", "save()")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with what the ranks of all cases were told: they wait at the same time."""
+    folder = tmp_path_factory.mktemp("told")
+    assert wait(*(fork(rank, number, folder, forgets) for forgets in FORGOTTEN for number in range(2))) == [0] * 6
+    return folder
+
+
+@pytest.mark.parametrize("forgets", FORGOTTEN)
+def test_a_rank_that_does_not_make_a_call_is_named(told: Path, forgets: str) -> None:
+    first, second = ((told / f"told-{forgets}-{number}").read_text() for number in range(2))
     called = "rank 1 called save() where another rank called restore()"
     missing = f"rank 1 has not called {forgets} within 1 s: it is a collective call, which all ranks must make"
     if forgets == "restore()":

@@ -7,10 +7,11 @@ import fcntl
 import json
 import logging
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -125,26 +126,29 @@ def test_a_relative_directory_is_the_one_of_the_call(tmp_path: Path, monkeypatch
 
 # --- one writer ---------------------------------------------------------------------------------------------
 
-WRITER = """
-import sys, torch
-from cadenza.sidecar.client.checkpoints import checkpoint
-keeper = checkpoint(sys.argv[1], model=torch.nn.Linear(2, 2))
-keeper.restore() if sys.argv[2] == "restore" else keeper.save(1)
-print("has it", flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
 def writer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Another live process that saves, or has restored, in the directory."""
     (tmp_path / "kept").mkdir()
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "kept"), request.param]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **JOB}) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"has it\n"
-        yield process
-        process.kill()
+
+    def write(has_it: Connection) -> None:
+        os.environ.update(JOB)
+        keeper = checkpoint(tmp_path / "kept", model=model())
+        if request.param == "restore":
+            keeper.restore()
+        else:
+            keeper.save(1)
+        has_it.send(True)
+        signal.pause()
+
+    here, there = Pipe()
+    process = get_context("fork").Process(target=write, args=(there,))
+    process.start()
+    assert here.poll(30)
+    yield process
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("writer", ["save"], indirect=True)
@@ -160,7 +164,7 @@ def test_a_second_writer_is_kept_out_until_the_first_is_dead(
     with pytest.raises(InUseError, match=text):
         keeper.save(2)
     writer.kill()
-    writer.wait()
+    writer.join()
     keeper.save(2)
     assert keeper.restore() == 2
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from threading import Event, Thread
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +47,7 @@ from cadenza.sidecar.agent_settings import ExpertTable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.sidecar.sd_notify import notify
-from cadenza.slurm_plugin.service import settings
+from cadenza.slurm_plugin.service import loop as service_loop
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover import controllers
@@ -347,7 +347,8 @@ def test_a_job_whose_data_makes_a_decision_fail_is_left_alone(
         assert reader.job_record(7).reason.startswith("left alone: because of its data it makes a decision fail")
 
 
-def test_news_starts_a_round_early(tmp_path: Path) -> None:
+def test_news_starts_a_round_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_loop, "MAX_SPACING_S", 0.2)
     rig = Rig(tmp_path, poll_s=60)
     try:
         with running(rig.loop):
@@ -450,7 +451,6 @@ def test_whatever_keeps_rounds_from_succeeding_leaves_no_job_suspended_or_held(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Rig, pytest.MonkeyPatch], None]
 ) -> None:
     """Only once rounds have failed for as long as the service is trusted, and not against the kill switch."""
-    monkeypatch.setattr(settings, "MIN_TRUST_S", 0.5)
     rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3)))
     memory = Memory(suspended=frozenset({A}), held={JobKey(3, 0): 0.0}, factors={1: -500})
     rig.store.begin(rig.slurm.read(), Decision((), memory), (), memory)
@@ -459,7 +459,7 @@ def test_whatever_keeps_rounds_from_succeeding_leaves_no_job_suspended_or_held(
     lose(rig, monkeypatch)
     assert not rig.loop.round()
     assert rig.slurm.actions() == [], "the next round may succeed"
-    Event().wait(rig.loop.settings.trust_s)
+    rig.loop._good_s -= rig.loop.trust_s
     (rig.folder / "STOP").touch()
     assert not rig.loop.round()
     assert rig.slurm.actions() == []
