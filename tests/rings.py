@@ -39,10 +39,12 @@ class Ring:
 
 # Collecting them takes each process seconds, for nothing.
 ELSEWHERE = ("--ignore=tests/cluster", "--ignore=tests/vm", "--ignore-glob=*/test_wheels.py")
+PROCESSES = str((os.cpu_count() or 1) + 1)
+"""One more than processors, since for a third of their time tests wait."""
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
 FAST = Ring(
     "fast", "not cluster and not browser and not slow and not packages and not vm",
-    ("-n", "logical", "--dist", "worksteal", *ELSEWHERE, "--ignore-glob=*/test_integrations_*.py",
+    ("-n", PROCESSES, "--dist", "worksteal", *ELSEWHERE, "--ignore-glob=*/test_integrations_*.py",
      "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
