@@ -355,7 +355,7 @@ def test_news_starts_a_round_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             eventually(lambda: rig.loop.last)
             agent = rig.agent()
             agent.report(lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
-            assert agent.receive(YieldOrder).job == 1  # type: ignore[union-attr]
+            assert agent.receive(YieldOrder, 20.0).job == 1  # type: ignore[union-attr]
     finally:
         for one in rig.peers:
             one.close()
