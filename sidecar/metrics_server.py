@@ -88,7 +88,7 @@ class MetricsServer(ThreadingTCPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a request; close it while there are too many, whose answers are being made."""
+        """Start a thread for a request; close the connection while too many answers are being made."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return

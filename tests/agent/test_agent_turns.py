@@ -46,7 +46,7 @@ def never_together(children: list[Child]) -> None:
 def test_two_jobs_take_turns_and_never_meet(quick: Agent) -> None:
     jobs = [quick.rank(job, "--gpus", "[0]", "--copy-s", "0.01") for job in (1, 2)]
     for job in jobs:
-        job.wait_for("run", 2)
+        job.wait_for("run", 3)
     never_together(jobs)
     assert {lease["state"] for lease in quick.leases().values()} <= {"held", "stopping", "yielded"}
     assert "yielded JOBID=1" in quick.log()
